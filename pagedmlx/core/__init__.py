@@ -1,0 +1,1 @@
+"""The pure core: blocks, tables, prefix cache and scheduling, with no MLX anywhere."""

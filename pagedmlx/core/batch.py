@@ -1,0 +1,136 @@
+"""BatchArrays: a step as flat numpy arrays, one row a token (the layout "token rows")."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from pagedmlx.core.sequence import Sequence
+from pagedmlx.core.step import Step
+
+NO_BLOCK = -1
+"""Sentinel in the unused tail of a block-table row."""
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupArrays:
+    """The part of a batch that differs between KV groups.
+
+    Attributes:
+        slot_mapping: (T,) int64; where each row's K and V are written, all distinct.
+        block_tables: (S, B) int32; the blocks that hold [0, context_len) of each sequence, then
+            NO_BLOCK; B is that of the longest sequence.
+        copy_src: (C,) int32; blocks to copy from, before anything is written.
+        copy_dst: (C,) int32; blocks to copy to, all distinct.
+    """
+
+    slot_mapping: Int64Array
+    block_tables: Int32Array
+    copy_src: Int32Array
+    copy_dst: Int32Array
+
+
+@dataclass(frozen=True, slots=True)
+class BatchArrays:
+    """One step over S sequences with T rows in all; sequence s owns rows
+    [query_start_loc[s], query_start_loc[s + 1]).
+
+    Attributes:
+        sequences: The S sequences, those with a single row first.
+        num_decodes: How many of them have a single row.
+        token_ids: (T,) int32.
+        positions: (T,) int32; a row's position within its sequence.
+        query_start_loc: (S + 1,) int32.
+        context_lens: (S,) int32; tokens whose K and V are in the pool once this step has written.
+        sample_rows: (R,) int32; the rows whose logits are needed.
+        sample_sequences: The R sequences that they belong to.
+        groups: One entry for each KV group.
+    """
+
+    sequences: tuple[Sequence, ...]
+    num_decodes: int
+    token_ids: Int32Array
+    positions: Int32Array
+    query_start_loc: Int32Array
+    context_lens: Int32Array
+    sample_rows: Int32Array
+    sample_sequences: tuple[Sequence, ...]
+    groups: tuple[GroupArrays, ...]
+
+    @property
+    def num_rows(self) -> int:
+        """T, the rows of the forward pass."""
+        return len(self.token_ids)
+
+
+def build_batch(step: Step, block_size: int) -> BatchArrays:
+    """Lay out a step's tokens, positions, slots and tables.
+
+    Args:
+        step: From ``Scheduler.schedule``; its sequences' tables already hold every block.
+        block_size: Tokens in one block.
+    """
+    entries = step.scheduled
+    counts = np.array([entry.num_tokens for entry in entries], dtype=np.int32)
+    query_start_loc = np.zeros(len(entries) + 1, dtype=np.int32)
+    np.cumsum(counts, out=query_start_loc[1:])
+    num_rows = int(query_start_loc[-1])
+    token_ids = np.empty(num_rows, dtype=np.int32)
+    positions = np.empty(num_rows, dtype=np.int32)
+    context_lens = np.empty(len(entries), dtype=np.int32)
+    for index, entry in enumerate(entries):
+        rows = slice(int(query_start_loc[index]), int(query_start_loc[index + 1]))
+        end = entry.start + entry.num_tokens
+        token_ids[rows] = entry.sequence.token_ids[entry.start : end]
+        positions[rows] = np.arange(entry.start, end, dtype=np.int32)
+        context_lens[index] = end
+    sampling = [index for index, entry in enumerate(entries) if entry.needs_logits]
+    num_groups = len(entries[0].sequence.block_tables) if entries else 0
+    return BatchArrays(
+        sequences=tuple(entry.sequence for entry in entries),
+        num_decodes=int(np.count_nonzero(counts == 1)),
+        token_ids=token_ids,
+        positions=positions,
+        query_start_loc=query_start_loc,
+        context_lens=context_lens,
+        sample_rows=query_start_loc[1:][sampling] - 1,
+        sample_sequences=tuple(entries[index].sequence for index in sampling),
+        groups=tuple(
+            _build_group(step, group, block_size, positions, query_start_loc)
+            for group in range(num_groups)
+        ),
+    )
+
+
+def _build_group(
+    step: Step,
+    group: int,
+    block_size: int,
+    positions: Int32Array,
+    query_start_loc: Int32Array,
+) -> GroupArrays:
+    tables = [
+        entry.sequence.block_tables[group].as_array(
+            -(-(entry.start + entry.num_tokens) // block_size)
+        )
+        for entry in step.scheduled
+    ]
+    block_tables = np.full((len(tables), max(map(len, tables))), NO_BLOCK, dtype=np.int32)
+    slot_mapping = np.empty(len(positions), dtype=np.int64)
+    for index, table in enumerate(tables):
+        block_tables[index, : len(table)] = table
+        rows = slice(int(query_start_loc[index]), int(query_start_loc[index + 1]))
+        blocks = table[positions[rows] // block_size].astype(np.int64)
+        slot_mapping[rows] = blocks * block_size + positions[rows] % block_size
+    copies = [copy for copy in step.copies if copy.group == group]
+    return GroupArrays(
+        slot_mapping=slot_mapping,
+        block_tables=block_tables,
+        copy_src=np.array([copy.src for copy in copies], dtype=np.int32),
+        copy_dst=np.array([copy.dst for copy in copies], dtype=np.int32),
+    )

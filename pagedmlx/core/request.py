@@ -1,0 +1,39 @@
+"""Request: what one caller asked for, fixed when it arrives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pagedmlx.core.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt with its settings; the scheduler makes ``params.n`` sequences of it.
+
+    Attributes:
+        request_id: Unique among the requests in flight.
+        prompt_token_ids: At least one token.
+        params: Sampling settings; ``max_tokens`` is already the number that applies.
+        stop_token_ids: Every token that ends an output: the model's own unless ignored, and the
+            request's.
+        seed: Source of the sampling keys; drawn by the engine when the request has none.
+        priority: Larger is served first.
+        arrival: Rises with each request; breaks ties of priority.
+        cache_salt: Requests share cached blocks only with requests of the same salt.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    stop_token_ids: frozenset[int] = frozenset()
+    seed: int = 0
+    priority: int = 0
+    arrival: int = 0
+    cache_salt: str = ""
+
+    @property
+    def max_output_tokens(self) -> int:
+        """Most tokens to generate."""
+        assert self.params.max_tokens is not None
+        return self.params.max_tokens

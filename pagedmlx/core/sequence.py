@@ -1,0 +1,86 @@
+"""Sequence: one output of a request as the scheduler knows it: tokens, progress, blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from pagedmlx.core.block_table import BlockTable
+from pagedmlx.core.request import Request
+
+
+class SequenceStatus(StrEnum):
+    """Where a sequence is; a preempted one waits like a new one, but keeps its tokens."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """One candidate output of a request.
+
+    Attributes:
+        seq_id: Unique within the scheduler.
+        request: The request it belongs to.
+        index: Which of the request's ``n`` outputs this is, from 0.
+        token_ids: Prompt tokens, then output tokens.
+        num_computed_tokens: K and V of ``token_ids[:num_computed_tokens]`` are in the pool (or
+            will be once the steps scheduled so far have run).
+        num_cached_tokens: How many of the prompt's tokens came from the prefix cache when it was
+            first admitted (from a sibling's blocks for a fork).
+        block_tables: One per KV group.
+        status: Set by the scheduler only.
+        finish_reason: None until finished.
+        num_preemptions: How often it lost its blocks.
+        num_overtaken: How many others passed it while it waited and didn't fit.
+    """
+
+    seq_id: int
+    request: Request
+    index: int
+    token_ids: list[int]
+    block_tables: tuple[BlockTable, ...]
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    status: SequenceStatus = SequenceStatus.WAITING
+    finish_reason: FinishReason | None = None
+    num_preemptions: int = 0
+    num_overtaken: int = 0
+    block_hashes: list[bytes] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known so far, prompt and output."""
+        return len(self.token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far."""
+        return len(self.token_ids) - len(self.request.prompt_token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """The generated tokens, as a copy."""
+        return self.token_ids[len(self.request.prompt_token_ids) :]
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it has ended, for whatever reason."""
+        return self.status is SequenceStatus.FINISHED

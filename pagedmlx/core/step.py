@@ -1,0 +1,71 @@
+"""The two values that cross between scheduler and runner: Step goes out, StepResult comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pagedmlx.core.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """One sequence's share of a step: tokens [start, start + num_tokens) are computed.
+
+    Attributes:
+        sequence: Read only for the runner.
+        start: Position of the first token to compute; K and V of [0, start) are in the pool.
+        num_tokens: How many tokens are computed, at least 1.
+        needs_logits: The last of them is the sequence's last known token, so a new one is sampled.
+    """
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+    needs_logits: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Copy on write: block ``src`` of ``group`` is copied to ``dst`` before the step writes."""
+
+    group: int
+    src: int
+    dst: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one forward pass computes; decode rows (one token) come before prefill chunks.
+
+    Attributes:
+        step_id: Rises by one with each step.
+        scheduled: The sequences that run, those with a single token first.
+        copies: Block copies, all to be done before the first write.
+        freed: Ids of sequences whose blocks were released since the step before.
+        preempted: Ids of sequences that lost their blocks to others in this step.
+    """
+
+    step_id: int
+    scheduled: tuple[ScheduledSequence, ...]
+    copies: tuple[BlockCopy, ...]
+    freed: tuple[int, ...]
+    preempted: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of the forward pass."""
+        return sum(entry.num_tokens for entry in self.scheduled)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What came out of a step.
+
+    Attributes:
+        step_id: The step's.
+        sampled: Sequence id to its new token, one for each entry with ``needs_logits``.
+    """
+
+    step_id: int
+    sampled: Mapping[int, int]

@@ -1,0 +1,1 @@
+"""Attention over blocks, in several interchangeable backends."""

@@ -1,0 +1,90 @@
+"""What every attention backend is given and must give: PagedBatch and AttentionBackend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import mlx.core as mx
+
+from pagedmlx.core.batch import BatchArrays
+from pagedmlx.kv.store import KVStore
+
+
+@dataclass(frozen=True, slots=True)
+class GroupBatch:
+    """A KV group's part of a batch on the device; shapes as in ``GroupArrays``.
+
+    Attributes:
+        slot_mapping: (T,) int64.
+        block_tables: (S, B) int32; the unused tail holds a valid block id and must be masked.
+    """
+
+    slot_mapping: mx.array
+    block_tables: mx.array
+
+
+@dataclass(frozen=True, slots=True)
+class PagedBatch:
+    """A step on the device, uploaded once and shared by all layers.
+
+    Attributes:
+        host: The same step on the host, for lengths and other control flow.
+        token_ids: (T,) int32.
+        positions: (T,) int32.
+        context_lens: (S,) int32.
+        groups: One entry for each KV group.
+    """
+
+    host: BatchArrays
+    token_ids: mx.array
+    positions: mx.array
+    context_lens: mx.array
+    groups: tuple[GroupBatch, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionParams:
+    """What differs between attention layers.
+
+    Attributes:
+        scale: Factor on q.k.
+        window: A query at position p sees positions (p - window, p]; None is all of [0, p].
+        sinks: (num_heads,) extra logits that take part in the softmax only; or None.
+        softcap: Scores become softcap * tanh(score / softcap); None is off.
+    """
+
+    scale: float
+    window: int | None = None
+    sinks: mx.array | None = None
+    softcap: float | None = None
+
+
+class AttentionBackend(Protocol):
+    """Attends the rows of a step to the blocks of their sequences."""
+
+    name: str
+
+    def attend(
+        self,
+        queries: mx.array,
+        layer: int,
+        group: int,
+        store: KVStore,
+        batch: PagedBatch,
+        params: AttentionParams,
+    ) -> mx.array:
+        """Causal attention of every row to its own sequence, through the block tables.
+
+        Args:
+            queries: (T, num_heads, k_head_dim).
+            layer: The layer whose K and V are read; the step's rows are already written.
+            group: The layer's KV group.
+            store: Owner of the pool.
+            batch: The step.
+            params: The layer's settings.
+
+        Returns:
+            (T, num_heads, v_head_dim), in the type of ``queries``.
+        """
+        ...
