@@ -1,0 +1,48 @@
+"""Language models on a Mac with a KV cache paged like memory; this file owns the public names.
+
+They are loaded on first use, so ``import pagedmlx`` alone loads no MLX and is instant.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pagedmlx.config import EngineConfig
+    from pagedmlx.core.sampling_params import SamplingParams
+    from pagedmlx.engine.async_engine import AsyncEngine
+    from pagedmlx.engine.outputs import RequestOutput
+    from pagedmlx.llm import LLM
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "LLM",
+    "AsyncEngine",
+    "EngineConfig",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> object:
+    match name:
+        case "LLM":
+            module = "pagedmlx.llm"
+        case "AsyncEngine":
+            module = "pagedmlx.engine.async_engine"
+        case "EngineConfig":
+            module = "pagedmlx.config"
+        case "RequestOutput":
+            module = "pagedmlx.engine.outputs"
+        case "SamplingParams":
+            module = "pagedmlx.core.sampling_params"
+        case _:
+            raise AttributeError(f"module 'pagedmlx' has no attribute {name!r}")
+    return getattr(import_module(module), name)
+
+
+def __dir__() -> list[str]:
+    return __all__
