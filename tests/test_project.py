@@ -1,0 +1,70 @@
+"""The package as a whole: its public names, its layers, and the folder of kernels."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pagedmlx
+from pagedmlx.errors import PagedMLXError
+from pagedmlx.ops import sources
+
+REPOSITORY = Path(__file__).parents[1]
+
+
+def run_python(code: str) -> str:
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, check=True
+    )
+    return result.stdout
+
+
+def test_public_names_are_sorted_and_each_of_them_exists():
+    # Constants, classes, then the rest: the order that ruff keeps too.
+    assert pagedmlx.__all__ == sorted(
+        pagedmlx.__all__, key=lambda name: (not name.isupper(), name.startswith("_"), name)
+    )
+    for name in pagedmlx.__all__:
+        assert getattr(pagedmlx, name) is not None
+    assert dir(pagedmlx) == sorted(pagedmlx.__all__)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="has no attribute 'Nonsense'"):
+        _ = pagedmlx.Nonsense  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_importing_the_package_and_its_values_loads_no_heavy_library():
+    code = (
+        "import sys, pagedmlx; pagedmlx.SamplingParams(); pagedmlx.EngineConfig()\n"
+        "heavy = {'huggingface_hub', 'mlx', 'mlx_lm', 'textual', 'transformers'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    assert run_python(code).strip() == "[]"
+
+
+def test_imports_keep_to_the_layers():
+    result = subprocess.run(
+        [sys.executable, "-c", "from importlinter.cli import lint_imports_command as run; run()"],
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_the_kernel_folder_is_found_and_holds_its_contract():
+    assert (sources.kernel_folder() / "README.md").is_file()
+
+
+def test_a_missing_kernel_folder_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    # Another library's folder of that name is not ours.
+    (tmp_path / "metal").mkdir()
+    monkeypatch.setattr(sources, "__file__", str(tmp_path / "pagedmlx" / "ops" / "sources.py"))
+    with pytest.raises(PagedMLXError, match="kernels' folder is missing") as caught:
+        sources.kernel_folder()
+    assert str(tmp_path / "pagedmlx" / "metal") in str(caught.value)
+    assert caught.value.hint
