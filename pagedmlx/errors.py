@@ -57,6 +57,12 @@ class ModelNotFoundError(PagedMLXError):
     http_status = 404
 
 
+class ModelStoreError(PagedMLXError):
+    """A model can't be fetched, kept or removed: no network, no permission, no space."""
+
+    http_status = 502
+
+
 class ModelLoadError(PagedMLXError):
     """The model's files are missing, damaged or of a form that can't be read."""
 
