@@ -1,0 +1,302 @@
+"""Loads a model from local files into mlx-lm's own classes; never touches a network."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from pagedmlx.errors import ModelLoadError, ModelNotFoundError, UnsupportedModelError
+from pagedmlx.models.gguf import read_header
+from pagedmlx.models.gguf_llama import describe
+from pagedmlx.models.weights import cast, dequantize, main_dtype
+
+ProgressCallback = Callable[[str, float | None], None]
+"""Called with what is being done and the share done, from 0 to 1, or None when unknown."""
+
+DTYPES: Mapping[str, mx.Dtype] = {
+    "float16": mx.float16,
+    "bfloat16": mx.bfloat16,
+    "float32": mx.float32,
+}
+_CONTEXT_KEYS = (
+    "max_position_embeddings",
+    "max_sequence_length",
+    "max_seq_len",
+    "seq_length",
+    "n_positions",
+    "n_ctx",
+    "model_max_length",
+)
+_GGUF_BITS = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8}
+_GGUF_GROUP_SIZE = 32
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model in memory, with what the engine must know of it.
+
+    Attributes:
+        model: mlx-lm's module, evaluated.
+        config: Its config.json, or the same made from GGUF metadata.
+        path: The folder or ``.gguf`` file.
+        model_type: As in the config.
+        max_model_len: Longest context in tokens by the config; None when it doesn't say.
+        eos_token_ids: From the config and generation_config.json together.
+        gguf_metadata: Plain Python values, for the tokenizer; None unless a GGUF file.
+        dtype: Type of the weights that aren't quantised, by name.
+        model_id: Changes with the files and the type; part of the prefix cache's salt.
+        parameter_bytes: Size of all weights.
+    """
+
+    model: nn.Module
+    config: Mapping[str, Any]
+    path: Path
+    model_type: str
+    max_model_len: int | None
+    eos_token_ids: frozenset[int]
+    gguf_metadata: Mapping[str, Any] | None
+    dtype: str
+    model_id: str
+    parameter_bytes: int
+
+
+def load_model(
+    path: str | Path,
+    *,
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+    on_progress: ProgressCallback | None = None,
+) -> LoadedModel:
+    """Load a folder that mlx-lm can load, or a ``.gguf`` file.
+
+    Args:
+        path: The folder or file.
+        dtype: ``auto`` keeps the file's type, and is float32 on the CPU, where quantised weights
+            are expanded too (its float32 matrix product is by far the fastest).
+        trust_remote_code: Run a Python file that the config names as the model's code.
+        on_progress: Told what is being done.
+
+    Raises:
+        ModelNotFoundError: Nothing is at the path.
+        ModelLoadError: Files are missing or damaged.
+        UnsupportedModelError: A model type, tensor type or code that isn't run.
+    """
+    path = Path(path).expanduser().resolve()
+    report = on_progress or _ignore
+    if not path.exists():
+        raise ModelNotFoundError(
+            f"{path}: no such folder or file", hint="check the path, or give a model's name"
+        )
+    report(f"reading {path.name}", None)
+    on_cpu = mx.default_device() == mx.Device(mx.cpu)
+    wanted = DTYPES.get("float32" if dtype == "auto" and on_cpu else dtype)
+    gguf_metadata = None
+    if path.is_dir():
+        model, config = _load_folder(path, trust_remote_code)
+        eos_token_ids = _eos_token_ids(config) | _eos_token_ids(
+            _read_json(path / "generation_config.json", required=False)
+        )
+    else:
+        model, config, gguf_metadata = _load_gguf(path)
+        eos_token_ids = _eos_token_ids(config)
+    if on_cpu and wanted == mx.float32:
+        dequantize(model)
+    elif wanted is None and gguf_metadata is not None:
+        # Norms are float32 in every GGUF file and would lift all activations to it.
+        wanted = main_dtype(model)
+    if wanted is not None:
+        cast(model, wanted)
+    parameter_bytes = _evaluate(model, path, report)
+    dtype_name = str(wanted or main_dtype(model)).removeprefix("mlx.core.")
+    return LoadedModel(
+        model=model,
+        config=config,
+        path=path,
+        model_type=config["model_type"],
+        max_model_len=_max_model_len(config),
+        eos_token_ids=eos_token_ids,
+        gguf_metadata=gguf_metadata,
+        dtype=dtype_name,
+        model_id=_model_id(path, dtype_name),
+        parameter_bytes=parameter_bytes,
+    )
+
+
+def _ignore(_what: str, _share: float | None) -> None:
+    pass
+
+
+def _load_folder(path: Path, trust_remote_code: bool) -> tuple[nn.Module, dict[str, Any]]:
+    config = _read_json(path / "config.json", required=True)
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or not re.fullmatch(r"[\w.-]+", model_type):
+        raise ModelLoadError(
+            f"{path.name}: config.json has model_type {model_type!r}", hint="it must be a name"
+        )
+    if config.get("model_file") is not None and not trust_remote_code:
+        raise UnsupportedModelError(
+            f"{path.name}: the model wants to run its own code ({config['model_file']!r})",
+            hint="read that file, then allow it with --trust-remote-code",
+        )
+    _check_weight_files(path)
+    from mlx_lm import utils
+
+    try:
+        return utils.load_model(path, lazy=True, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        # mlx-lm raises what it comes across: ValueError, KeyError, TypeError, RuntimeError.
+        reason = _first_line(error)
+        if isinstance(error, ValueError) and "not supported" in reason:
+            raise UnsupportedModelError(
+                f"{path.name}: mlx-lm has no model type {model_type!r}",
+                hint="pagedmlx runs the model types of mlx-lm",
+            ) from error
+        raise ModelLoadError(
+            f"{path.name}: mlx-lm can't load it: {reason}",
+            hint="the files are incomplete, damaged, or of another form than MLX's",
+        ) from error
+
+
+def _check_weight_files(path: Path) -> None:
+    present = {file.name for file in path.glob("model*.safetensors")}
+    index = _read_json(path / "model.safetensors.index.json", required=False)
+    named = index.get("weight_map", {})
+    if isinstance(named, dict):
+        missing = sorted({str(file) for file in named.values()} - present)
+        if missing:
+            raise ModelLoadError(
+                f"{path.name}: {len(missing)} of the index's weight files are missing, "
+                f"the first is {missing[0]}",
+                hint="fetch the model again",
+            )
+    if not present:
+        raise ModelLoadError(
+            f"{path.name}: no weights (model*.safetensors) in the folder",
+            hint="give a folder that mlx-lm can load, or a .gguf file",
+        )
+
+
+def _load_gguf(path: Path) -> tuple[nn.Module, dict[str, Any], Mapping[str, Any]]:
+    header = read_header(path)
+    described = describe(header, path.name)
+    from mlx_lm.models import llama
+
+    try:
+        tensors = mx.load(str(path), format="gguf")
+    except (RuntimeError, ValueError) as error:
+        raise ModelLoadError(f"{path.name}: MLX can't read it: {_first_line(error)}") from error
+    assert isinstance(tensors, dict)
+    config = dict(described.config)
+    model = llama.Model(llama.ModelArgs.from_dict(config))
+    types = {
+        ours: header.tensors[f"{theirs}.weight"].type
+        for theirs, ours in described.module_names.items()
+    }
+
+    def quantization(name: str, _module: nn.Module) -> bool | dict[str, Any]:
+        bits = _GGUF_BITS.get(types.get(name, ""))
+        return bits is not None and {"group_size": _GGUF_GROUP_SIZE, "bits": bits}
+
+    nn.quantize(model, _GGUF_GROUP_SIZE, 4, class_predicate=quantization)
+    weights = [
+        (f"{ours}.{part}", tensors[f"{theirs}.{part}"])
+        for theirs, ours in described.module_names.items()
+        for part in ("weight", "scales", "biases")
+        if f"{theirs}.{part}" in tensors
+    ]
+    try:
+        model.load_weights(weights, strict=True)
+    except ValueError as error:
+        raise ModelLoadError(f"{path.name}: {_first_line(error)}") from error
+    model.eval()
+    return model, config, header.metadata
+
+
+def _evaluate(model: nn.Module, path: Path, report: ProgressCallback) -> int:
+    """Bring the weights into memory, a few at a time, and return their size in bytes."""
+    parameters = [array for _, array in tree_flatten(model.parameters())]
+    total = sum(array.nbytes for array in parameters)
+    done = 0
+    try:
+        for batch in _batches(parameters):
+            mx.eval(batch)
+            done += sum(array.nbytes for array in batch)
+            report(f"loading {path.name}", done / total)
+    except RuntimeError as error:
+        raise ModelLoadError(
+            f"{path.name}: its weights can't be read: {_first_line(error)}",
+            hint="the files are damaged, or memory is too small",
+        ) from error
+    return total
+
+
+def _batches(arrays: list[mx.array], max_bytes: int = 1 << 28) -> Iterator[list[mx.array]]:
+    batch: list[mx.array] = []
+    size = 0
+    for array in arrays:
+        if batch and size + array.nbytes > max_bytes:
+            yield batch
+            batch, size = [], 0
+        batch.append(array)
+        size += array.nbytes
+    if batch:
+        yield batch
+
+
+def _read_json(path: Path, *, required: bool) -> dict[str, Any]:
+    if not path.exists() and not required:
+        return {}
+    where = f"{path.parent.name}: {path.name}"
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelLoadError(
+            f"{where} is missing", hint="give a folder that mlx-lm can load, or a .gguf file"
+        ) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelLoadError(f"{where} can't be read: {_first_line(error)}") from error
+    if not isinstance(value, dict):
+        raise ModelLoadError(f"{where} is not a JSON object")
+    return value
+
+
+def _eos_token_ids(config: Mapping[str, Any]) -> frozenset[int]:
+    found: set[int] = set()
+    for part in (config, config.get("text_config") or {}):
+        value = part.get("eos_token_id") if isinstance(part, Mapping) else None
+        values = value if isinstance(value, list) else [value]
+        found.update(v for v in values if isinstance(v, int) and not isinstance(v, bool))
+    return frozenset(found)
+
+
+def _max_model_len(config: Mapping[str, Any]) -> int | None:
+    for part in (config, config.get("text_config") or {}):
+        for key in _CONTEXT_KEYS:
+            value = part.get(key) if isinstance(part, Mapping) else None
+            if isinstance(value, int) and value > 0:
+                return value
+    return None
+
+
+def _model_id(path: Path, dtype: str) -> str:
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(f"{path}\0{dtype}".encode())
+    for file in files:
+        status = file.stat()
+        digest.update(f"\0{file.name}\0{status.st_size}\0{status.st_mtime_ns}".encode())
+    return digest.hexdigest()
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
