@@ -48,7 +48,12 @@ def test_importing_the_package_and_its_values_loads_no_heavy_library():
 
 def test_imports_keep_to_the_layers():
     result = subprocess.run(
-        [sys.executable, "-c", "from importlinter.cli import lint_imports_command as run; run()"],
+        [
+            sys.executable,
+            "-c",
+            "from importlinter.cli import lint_imports_command as run; run()",
+            "--no-cache",
+        ],
         capture_output=True,
         text=True,
         cwd=REPOSITORY,
