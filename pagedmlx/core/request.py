@@ -19,7 +19,6 @@ class Request:
             request's.
         seed: Source of the sampling keys; drawn by the engine when the request has none.
         priority: Larger is served first.
-        arrival: Rises with each request; breaks ties of priority.
         cache_salt: Requests share cached blocks only with requests of the same salt.
     """
 
@@ -29,7 +28,6 @@ class Request:
     stop_token_ids: frozenset[int] = frozenset()
     seed: int = 0
     priority: int = 0
-    arrival: int = 0
     cache_salt: str = ""
 
     @property

@@ -41,10 +41,12 @@ class Sequence:
         num_cached_tokens: How many of the prompt's tokens came from the prefix cache when it was
             first admitted (from a sibling's blocks for a fork).
         block_tables: One per KV group.
+        arrival: Rises with each request; breaks ties of priority.
         status: Set by the scheduler only.
         finish_reason: None until finished.
         num_preemptions: How often it lost its blocks.
         num_overtaken: How many others passed it while it waited and didn't fit.
+        block_hashes: Hashes of its full blocks as far as they were needed; the KV manager's.
     """
 
     seq_id: int
@@ -52,6 +54,7 @@ class Sequence:
     index: int
     token_ids: list[int]
     block_tables: tuple[BlockTable, ...]
+    arrival: int = 0
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     status: SequenceStatus = SequenceStatus.WAITING

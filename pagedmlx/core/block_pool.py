@@ -1,0 +1,167 @@
+"""BlockPool: hands out, shares and takes back the blocks of one KV group, each in O(1)."""
+
+from __future__ import annotations
+
+from pagedmlx.core.block import Block
+from pagedmlx.core.prefix import PrefixIndex
+
+
+class BlockPool:
+    """A fixed number of blocks, their reference counts and the queue of those not in use.
+
+    Free and cached blocks form one queue in the order in which they are taken: plain free blocks
+    from its head, then cached ones, least recently used first. Blocks that were never used are
+    not even created, so a large pool costs nothing until it fills.
+
+    Args:
+        num_blocks: Blocks in the pool.
+        index: The group's prefix index, from which evicted blocks are removed.
+    """
+
+    def __init__(self, num_blocks: int, index: PrefixIndex) -> None:
+        assert num_blocks >= 1
+        self.num_blocks = num_blocks
+        self.num_evictions = 0
+        self.peak_used_blocks = 0
+        self._index = index
+        self._blocks: list[Block] = []
+        self._num_queued = 0
+        self._num_cached = 0
+        # The queue is a ring through this sentinel: its ``next`` is the head.
+        self._ring = Block(-1)
+        self._ring.prev = self._ring.next = self._ring
+
+    @property
+    def num_available_blocks(self) -> int:
+        """Blocks that ``allocate`` can give now: free or cached."""
+        return self.num_blocks - len(self._blocks) + self._num_queued
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Blocks that some table holds."""
+        return len(self._blocks) - self._num_queued
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Blocks that no table holds, but whose content is known."""
+        return self._num_cached
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that no table holds and whose content is of no use."""
+        return self.num_available_blocks - self._num_cached
+
+    @property
+    def num_shared_blocks(self) -> int:
+        """Blocks that more than one table holds; walks the pool, for statistics only."""
+        return sum(block.ref_count > 1 for block in self._blocks)
+
+    def can_allocate(self, num_blocks: int) -> bool:
+        """Whether ``allocate`` would succeed this many times in a row."""
+        return num_blocks <= self.num_available_blocks
+
+    def allocate(self) -> Block:
+        """Take a block, evicting the least recently used cached one when no other is left."""
+        assert self.can_allocate(1), "allocate without can_allocate"
+        block = self._ring.next
+        assert block is not None
+        if (block is self._ring or block.block_hash is not None) and (
+            len(self._blocks) < self.num_blocks
+        ):
+            block = Block(len(self._blocks))
+            self._blocks.append(block)
+        else:
+            self._unlink(block)
+            if block.block_hash is not None:
+                self._index.remove(block)
+                self._num_cached -= 1
+                self.num_evictions += 1
+        block.ref_count = 1
+        self.peak_used_blocks = max(self.peak_used_blocks, self.num_used_blocks)
+        return block
+
+    def share(self, block: Block) -> None:
+        """Add a reference; a cached block comes back into use."""
+        if block.ref_count == 0:
+            assert block.block_hash is not None, "a free block has no content to share"
+            self._unlink(block)
+            self._num_cached -= 1
+        block.ref_count += 1
+        self.peak_used_blocks = max(self.peak_used_blocks, self.num_used_blocks)
+
+    def free(self, block: Block) -> None:
+        """Drop a reference; without any left the block is cached if indexed, else free."""
+        assert block.ref_count > 0, "block freed twice"
+        block.ref_count -= 1
+        if block.ref_count > 0:
+            return
+        if block.block_hash is not None:
+            self._num_cached += 1
+            self._link_before(block, self._ring)
+        else:
+            self._link_before(block, self._head())
+
+    def forget(self, block: Block) -> None:
+        """Note that the index dropped a block by itself: a cached one becomes plain free."""
+        assert block.block_hash is None
+        if block.ref_count == 0:
+            self._num_cached -= 1
+            self._unlink(block)
+            self._link_before(block, self._head())
+
+    def reset_cache(self) -> int:
+        """Forget every cached block; returns how many there were."""
+        count = 0
+        block = self._ring.prev
+        while block is not None and block is not self._ring and block.block_hash is not None:
+            before = block.prev
+            self._index.remove(block)
+            self.forget(block)
+            count += 1
+            block = before
+        return count
+
+    def check_integrity(self, table_counts: dict[int, int]) -> None:
+        """Assert every invariant of the pool.
+
+        Args:
+            table_counts: Block id to the number of tables that hold it, for all live tables.
+        """
+        queued: list[Block] = []
+        block = self._ring.next
+        while block is not None and block is not self._ring:
+            assert block.next is not None and block.next.prev is block, "queue is torn"
+            queued.append(block)
+            assert len(queued) <= len(self._blocks), "queue is a loop"
+            block = block.next
+        queued_ids = {block.block_id for block in queued}
+        assert len(queued) == len(queued_ids) == self._num_queued, "queue length is off"
+        hashes = [block.block_hash is not None for block in queued]
+        assert hashes == sorted(hashes), "a cached block stands before a plain free one"
+        assert sum(hashes) == self._num_cached, "count of cached blocks is off"
+        indexed = {entry.block.block_id: key for key, entry in self._index}
+        assert len(indexed) == len(self._index), "two hashes name one block"
+        for block_id, block in enumerate(self._blocks):
+            assert block.block_id == block_id
+            expected = table_counts.get(block_id, 0)
+            assert block.ref_count == expected, f"{block} is held by {expected} tables"
+            assert (block.ref_count == 0) == (block_id in queued_ids), f"{block} is in two states"
+            assert indexed.get(block_id) == block.block_hash, f"index is stale for {block}"
+        assert all(block_id < len(self._blocks) for block_id in table_counts)
+
+    def _head(self) -> Block:
+        assert self._ring.next is not None
+        return self._ring.next
+
+    def _link_before(self, block: Block, successor: Block) -> None:
+        predecessor = successor.prev
+        assert predecessor is not None
+        block.prev, block.next = predecessor, successor
+        predecessor.next = successor.prev = block
+        self._num_queued += 1
+
+    def _unlink(self, block: Block) -> None:
+        assert block.prev is not None and block.next is not None
+        block.prev.next, block.next.prev = block.next, block.prev
+        block.prev = block.next = None
+        self._num_queued -= 1

@@ -1,0 +1,287 @@
+"""KVManager: which blocks each sequence holds, over all KV groups; the only user of the pools.
+
+Every change is all or nothing: a method either does its whole work or leaves no trace.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pagedmlx.core.block import Block
+from pagedmlx.core.block_pool import BlockPool
+from pagedmlx.core.block_table import BlockTable
+from pagedmlx.core.groups import KVGroup, KVGroupKind
+from pagedmlx.core.prefix import HashFunction, PrefixEntry, PrefixIndex, hash_tokens, root_hash
+from pagedmlx.core.sequence import Sequence
+from pagedmlx.core.step import BlockCopy
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrefix:
+    """Blocks that already hold K and V of a sequence's first tokens.
+
+    Attributes:
+        blocks: For each group the blocks, the first one first.
+        entries: For each group the prefix entries of the full ones among them, where known.
+        num_tokens: Tokens that they hold; always less than the sequence has.
+    """
+
+    blocks: tuple[tuple[Block, ...], ...]
+    entries: tuple[tuple[PrefixEntry, ...], ...]
+    num_tokens: int
+
+
+class KVManager:
+    """Block tables, prefix sharing, copy on write and forks for all sequences.
+
+    Args:
+        groups: The model's KV groups, FULL or WINDOW; both keep every block of a sequence.
+        num_blocks: Blocks in each group's pool.
+        block_size: Tokens in one block.
+        enable_prefix_caching: Index full blocks and reuse them.
+        salts: What cached blocks depend on besides their tokens: model, KV type, ...
+        hash_function: How block hashes are made; replaced in tests.
+    """
+
+    def __init__(
+        self,
+        groups: tuple[KVGroup, ...],
+        num_blocks: tuple[int, ...],
+        block_size: int,
+        *,
+        enable_prefix_caching: bool = True,
+        salts: tuple[str, ...] = (),
+        hash_function: HashFunction = hash_tokens,
+    ) -> None:
+        assert len(groups) == len(num_blocks) >= 1
+        assert all(group.kind is not KVGroupKind.STATE for group in groups)
+        self.groups = groups
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.num_copies = 0
+        self._salts = salts
+        self._hash = hash_function
+        self._indexes = tuple(PrefixIndex() for _ in groups)
+        self.pools = tuple(
+            BlockPool(count, index) for count, index in zip(num_blocks, self._indexes, strict=True)
+        )
+        # Blocks that steps under way will fill: hash to tokens, and the hashes of each sequence.
+        self._pending: dict[bytes, tuple[int, ...]] = {}
+        self._pending_of: dict[int, list[bytes]] = {}
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Longest sequence that fits when it has the pool to itself."""
+        return min(pool.num_blocks for pool in self.pools) * self.block_size
+
+    def new_tables(self) -> tuple[BlockTable, ...]:
+        """Empty tables for a new sequence."""
+        return tuple(BlockTable(pool) for pool in self.pools)
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold this many tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def num_missing_blocks(self, sequence: Sequence) -> int:
+        """Blocks that the sequence's known tokens need beyond those that it holds."""
+        return max(0, self.num_blocks_for(sequence.num_tokens) - len(sequence.block_tables[0]))
+
+    # Admission: what can be shared, and whether the rest fits.
+
+    def find_cached(self, sequence: Sequence) -> SharedPrefix:
+        """The longest cached prefix; the sequence's last token is never part of it."""
+        chains: list[list[PrefixEntry]] = [[] for _ in self.groups]
+        usable = self._num_usable_blocks(sequence)
+        root = self._extend_hashes(sequence, usable)
+        for index in range(usable):
+            tokens = self._block_tokens(sequence, index)
+            found = [
+                prefix_index.find(
+                    sequence.block_hashes[index], tokens, chain[-1] if chain else None, root
+                )
+                for prefix_index, chain in zip(self._indexes, chains, strict=True)
+            ]
+            if not all(found):
+                break
+            for chain, entry in zip(chains, found, strict=True):
+                assert entry is not None
+                chain.append(entry)
+        return SharedPrefix(
+            blocks=tuple(tuple(entry.block for entry in chain) for chain in chains),
+            entries=tuple(map(tuple, chains)),
+            num_tokens=len(chains[0]) * self.block_size,
+        )
+
+    def is_pending(self, sequence: Sequence, prefix: SharedPrefix) -> bool:
+        """Whether the first block after ``prefix`` is being computed by a step under way."""
+        index = prefix.num_tokens // self.block_size
+        if index >= self._num_usable_blocks(sequence):
+            return False
+        tokens = self._pending.get(sequence.block_hashes[index])
+        return tokens == self._block_tokens(sequence, index)
+
+    def find_forkable(self, sequence: Sequence, sibling: Sequence) -> SharedPrefix:
+        """The blocks of a sibling that hold all of their common prompt but its last token."""
+        num_tokens = sequence.num_prompt_tokens - 1
+        assert sibling.request is sequence.request
+        assert sibling.num_computed_tokens >= num_tokens
+        count = self.num_blocks_for(num_tokens)
+        full = num_tokens // self.block_size
+        return SharedPrefix(
+            blocks=tuple(tuple(table.blocks[:count]) for table in sibling.block_tables),
+            entries=tuple(tuple(table.entries[:full]) for table in sibling.block_tables),
+            num_tokens=num_tokens,
+        )
+
+    def num_blocks_short(
+        self, sequence: Sequence, prefix: SharedPrefix, keep_available: int
+    ) -> int:
+        """How many blocks are missing to admit a sequence; 0 or less means that it fits.
+
+        Args:
+            sequence: Waiting; all its known tokens must fit.
+            prefix: What it would share.
+            keep_available: Blocks that must stay available for others.
+        """
+        needed = self.num_blocks_for(sequence.num_tokens) - len(prefix.blocks[0])
+        if prefix.num_tokens % self.block_size:
+            needed += 1  # the partly filled shared block will be copied on write
+        available = min(
+            pool.num_available_blocks - sum(block.ref_count == 0 for block in blocks)
+            for pool, blocks in zip(self.pools, prefix.blocks, strict=True)
+        )
+        return needed + keep_available - available
+
+    def admit(self, sequence: Sequence, prefix: SharedPrefix) -> None:
+        """Give a waiting sequence its shared blocks; allocates none."""
+        assert not any(len(table) for table in sequence.block_tables)
+        for table, blocks, entries in zip(
+            sequence.block_tables, prefix.blocks, prefix.entries, strict=True
+        ):
+            table.share(blocks)
+            table.entries.extend(entries)
+        sequence.num_computed_tokens = prefix.num_tokens
+
+    # Running: room for the next tokens, publication, release.
+
+    def try_allocate(self, sequence: Sequence, num_tokens: int) -> list[BlockCopy] | None:
+        """Make room to write the next ``num_tokens`` tokens, copying shared blocks first.
+
+        Returns:
+            The copies to schedule before the write, or None (and nothing changed) when the pool
+            has too few blocks.
+        """
+        start = sequence.num_computed_tokens
+        end = start + num_tokens
+        num_blocks = self.num_blocks_for(end)
+        shared = [
+            [
+                index
+                for index in range(start // self.block_size, len(table))
+                if table.blocks[index].ref_count > 1
+            ]
+            for table in sequence.block_tables
+        ]
+        for table, indexes in zip(sequence.block_tables, shared, strict=True):
+            if not table.pool.can_allocate(len(indexes) + max(0, num_blocks - len(table))):
+                return None
+        copies: list[BlockCopy] = []
+        for group, (table, indexes) in enumerate(zip(sequence.block_tables, shared, strict=True)):
+            for index in indexes:
+                old, new = table.replace_shared(index)
+                copies.append(BlockCopy(group, old.block_id, new.block_id))
+            while len(table) < num_blocks:
+                table.append()
+        self.num_copies += len(copies)
+        self._note_pending(sequence, start, end)
+        return copies
+
+    def publish(self, sequence: Sequence, end: int) -> None:
+        """Index the sequence's full blocks within its first ``end`` tokens.
+
+        Call it only after the step that computed them has completed.
+        """
+        if not self.enable_prefix_caching:
+            return
+        num_full = end // self.block_size
+        if all(len(table.entries) >= num_full for table in sequence.block_tables):
+            return
+        root = self._extend_hashes(sequence, num_full)
+        for table, prefix_index in zip(sequence.block_tables, self._indexes, strict=True):
+            chain = table.entries
+            while chain and not prefix_index.is_live(chain[-1]):
+                chain.pop()
+            for index in range(len(chain), num_full):
+                parent = chain[-1] if chain else None
+                tokens = self._block_tokens(sequence, index)
+                block_hash = sequence.block_hashes[index]
+                entry = prefix_index.find(block_hash, tokens, parent, root)
+                if entry is None:
+                    entry, displaced = prefix_index.publish(
+                        table.blocks[index], block_hash, tokens, parent, root
+                    )
+                    if displaced is not None:
+                        table.pool.forget(displaced)
+                chain.append(entry)
+
+    def end_pending(self, sequence: Sequence) -> None:
+        """The sequence's step has completed, or won't run: nobody need wait for its blocks."""
+        for block_hash in self._pending_of.pop(sequence.seq_id, ()):
+            self._pending.pop(block_hash, None)
+
+    def release(self, sequence: Sequence) -> None:
+        """Give back all blocks of a sequence; what is indexed stays cached."""
+        self.end_pending(sequence)
+        for table in sequence.block_tables:
+            table.release()
+        sequence.num_computed_tokens = 0
+
+    def reset_cache(self) -> int:
+        """Forget all cached blocks; blocks in use stay indexed. Returns how many were dropped."""
+        return sum(pool.reset_cache() for pool in self.pools)
+
+    def check_integrity(self, sequences: Iterable[Sequence]) -> None:
+        """Assert that pools, tables and indexes agree; ``sequences`` are all that hold blocks."""
+        counts: list[Counter[int]] = [Counter() for _ in self.groups]
+        for sequence in sequences:
+            for table, counter in zip(sequence.block_tables, counts, strict=True):
+                ids = [block.block_id for block in table.blocks]
+                assert len(set(ids)) == len(ids), f"sequence {sequence.seq_id} holds a block twice"
+                assert ids == table.as_array().tolist(), "a table's ids are stale"
+                counter.update(ids)
+                covered = len(table) * self.block_size
+                assert covered >= sequence.num_computed_tokens, "computed tokens have no block"
+                assert covered - sequence.num_computed_tokens < self.block_size, "idle block held"
+        for pool, counter in zip(self.pools, counts, strict=True):
+            pool.check_integrity(counter)
+
+    def _note_pending(self, sequence: Sequence, start: int, end: int) -> None:
+        if not self.enable_prefix_caching:
+            return
+        first, last = start // self.block_size, end // self.block_size
+        if first == last:
+            return
+        self._extend_hashes(sequence, last)
+        hashes = sequence.block_hashes[first:last]
+        self._pending_of.setdefault(sequence.seq_id, []).extend(hashes)
+        for index, block_hash in enumerate(hashes, start=first):
+            self._pending[block_hash] = self._block_tokens(sequence, index)
+
+    def _num_usable_blocks(self, sequence: Sequence) -> int:
+        if not self.enable_prefix_caching:
+            return 0
+        return (sequence.num_tokens - 1) // self.block_size
+
+    def _extend_hashes(self, sequence: Sequence, num_blocks: int) -> bytes:
+        root = root_hash(*self._salts, sequence.request.cache_salt)
+        hashes = sequence.block_hashes
+        for index in range(len(hashes), num_blocks):
+            parent = hashes[-1] if hashes else root
+            hashes.append(self._hash(parent, self._block_tokens(sequence, index)))
+        return root
+
+    def _block_tokens(self, sequence: Sequence, index: int) -> tuple[int, ...]:
+        start = index * self.block_size
+        return tuple(sequence.token_ids[start : start + self.block_size])

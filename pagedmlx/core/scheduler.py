@@ -1,0 +1,437 @@
+"""Scheduler: decides which sequences run how many tokens in each step, and who waits.
+
+Continuous batching as in Orca (Yu et al., 2022), preemption by recompute as in vLLM (Kwon et al.,
+2023, section 4.5), chunked prefill as in Sarathi-Serve (Agrawal et al., 2024). There are no
+phases: a sequence simply has more known tokens than computed ones. The policy, in full:
+
+- Order is by priority, larger first, then by arrival.
+- Running sequences go first: those with one token to compute, then prompts, in chunks, as far as
+  the step's token budget reaches. One that can't get its next block takes the blocks of the last
+  one in order, which then waits with its tokens kept.
+- Then waiting ones are admitted in order, as long as all their known tokens fit beside what
+  running prompts still need. One that doesn't fit may be passed by later ones, but only
+  ``max_overtakes`` times; then nothing passes it until it fits.
+- A sequence whose next block is being computed by a step under way waits for that step and then
+  shares it, so that a burst with one system prompt computes it once.
+- The n outputs of a request fork from the first one's blocks once its prompt is there.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from pagedmlx.config import EngineConfig
+from pagedmlx.core.kv_manager import KVManager, SharedPrefix
+from pagedmlx.core.request import Request
+from pagedmlx.core.sequence import FinishReason, Sequence, SequenceStatus
+from pagedmlx.core.stats import EngineStats
+from pagedmlx.core.step import BlockCopy, ScheduledSequence, Step, StepResult
+from pagedmlx.errors import InvalidRequestError, PoolTooSmallError, QueueFullError
+
+LOOKAHEAD = 32
+"""How many waiting sequences that can't start one step looks at before it gives up."""
+
+
+@dataclass(slots=True)
+class _Plan:
+    """A step in the making."""
+
+    budget: int
+    entries: dict[int, ScheduledSequence] = field(default_factory=dict)
+    copies: dict[int, list[BlockCopy]] = field(default_factory=dict)
+    preempted: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Counters:
+    num_requests: int = 0
+    num_finished_requests: int = 0
+    num_waits: int = 0
+    num_overtakes: int = 0
+    num_preemptions: int = 0
+    num_deferrals: int = 0
+    num_steps: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_computed_tokens: int = 0
+    num_output_tokens: int = 0
+    max_waste_slots: int = 0
+    waiting_steps: int = 0
+    waiting_fill: float = 0.0
+
+
+class Scheduler:
+    """Owns every request from ``add_request`` until its last output has ended.
+
+    ``schedule`` and ``update`` alternate; ``add_request``, ``finish`` and ``abort`` may come
+    between any two calls. Nothing here is thread-safe: one thread owns the scheduler.
+
+    Args:
+        kv: The blocks.
+        config: Limits and switches.
+    """
+
+    def __init__(self, kv: KVManager, config: EngineConfig) -> None:
+        self.kv = kv
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self._config = config
+        self._requests: dict[str, list[Sequence]] = {}
+        self._next_seq_id = 0
+        self._next_arrival = 0
+        self._in_flight: dict[int, tuple[tuple[ScheduledSequence, int], ...]] = {}
+        self._freed: list[int] = []
+        self._waited: set[int] = set()
+        self._counters = _Counters()
+
+    # Requests come and go.
+
+    def check_request(self, request: Request) -> None:
+        """Refuse what could never run, however long it waited.
+
+        Raises:
+            PoolTooSmallError: Prompt and output don't fit the pool even alone.
+            QueueFullError: ``max_num_waiting`` requests wait already.
+            InvalidRequestError: The prompt is empty or the id is in use.
+        """
+        if not request.prompt_token_ids:
+            raise InvalidRequestError("prompt", "is empty; at least one token is needed")
+        if request.request_id in self._requests:
+            raise InvalidRequestError("request_id", f"{request.request_id!r} is in use")
+        # The last token is only ever read, so it needs no slot.
+        needed = len(request.prompt_token_ids) + request.max_output_tokens - 1
+        if needed > self.kv.capacity_tokens:
+            raise PoolTooSmallError(
+                "max_tokens",
+                f"{len(request.prompt_token_ids)} prompt tokens and {request.max_output_tokens} "
+                f"output tokens need {self.kv.num_blocks_for(needed)} blocks of "
+                f"{self.kv.block_size}, the pool has {self.kv.capacity_tokens // self.kv.block_size}",
+                hint="lower max_tokens, shorten the prompt or give the pool more memory",
+            )
+        limit = self._config.max_num_waiting
+        if limit is not None and len(self.waiting) + request.params.n > limit:
+            raise QueueFullError(f"{len(self.waiting)} sequences wait already, at most {limit} may")
+
+    def add_request(self, request: Request) -> tuple[Sequence, ...]:
+        """Put a request's sequences into the waiting queue.
+
+        Raises:
+            PagedMLXError: As ``check_request`` says; nothing has changed then.
+        """
+        self.check_request(request)
+        sequences = []
+        for index in range(request.params.n):
+            sequences.append(
+                Sequence(
+                    seq_id=self._next_seq_id,
+                    request=request,
+                    index=index,
+                    token_ids=list(request.prompt_token_ids),
+                    block_tables=self.kv.new_tables(),
+                    arrival=self._next_arrival,
+                )
+            )
+            self._next_seq_id += 1
+        self._next_arrival += 1
+        self._requests[request.request_id] = list(sequences)
+        for sequence in sequences:
+            bisect.insort(self.waiting, sequence, key=_order)
+        self._counters.num_requests += 1
+        return tuple(sequences)
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """End a sequence and give back its blocks; ending it twice does nothing."""
+        if sequence.is_finished:
+            return
+        if sequence.status is SequenceStatus.RUNNING:
+            self.running.remove(sequence)
+            self._freed.append(sequence.seq_id)
+        else:
+            self.waiting.remove(sequence)
+        self._waited.discard(sequence.seq_id)
+        self.kv.release(sequence)
+        sequence.status = SequenceStatus.FINISHED
+        sequence.finish_reason = reason
+        siblings = self._requests[sequence.request.request_id]
+        if all(sibling.is_finished for sibling in siblings):
+            del self._requests[sequence.request.request_id]
+            self._counters.num_finished_requests += 1
+
+    def abort(self, request_id: str) -> tuple[Sequence, ...]:
+        """End whatever of a request still lives; an unknown or ended one is no error.
+
+        Returns:
+            The sequences that were ended.
+        """
+        alive = tuple(s for s in self._requests.get(request_id, ()) if not s.is_finished)
+        for sequence in alive:
+            self.finish(sequence, FinishReason.ABORT)
+        return alive
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any sequence waits or runs."""
+        return bool(self.waiting or self.running)
+
+    # One step.
+
+    def schedule(self) -> Step | None:
+        """Plan the next step; None when there is nothing to do."""
+        if not self.has_unfinished:
+            return None
+        plan = _Plan(budget=self._config.max_num_batched_tokens)
+        for sequence in self._decodes_first():
+            self._schedule_running(plan, sequence)
+        self._admit_waiting(plan)
+        return self._close(plan)
+
+    def update(self, result: StepResult) -> tuple[Sequence, ...]:
+        """Take in what a step computed: publish blocks, append tokens, notice the ends.
+
+        Returns:
+            The sequences that got a token, in the step's order; some may have finished by it.
+        """
+        grown: list[Sequence] = []
+        for entry, num_preemptions in self._in_flight.pop(result.step_id):
+            sequence = entry.sequence
+            if sequence.is_finished or sequence.num_preemptions != num_preemptions:
+                continue
+            self.kv.end_pending(sequence)
+            self.kv.publish(sequence, entry.start + entry.num_tokens)
+            if entry.needs_logits:
+                sequence.token_ids.append(result.sampled[sequence.seq_id])
+                self._counters.num_output_tokens += 1
+                grown.append(sequence)
+                self._finish_if_done(sequence)
+        return tuple(grown)
+
+    def _decodes_first(self) -> Iterator[Sequence]:
+        """Running sequences in order, those with one token to compute before the others."""
+        snapshot = tuple(self.running)
+        yield from (s for s in snapshot if s.num_tokens - s.num_computed_tokens == 1)
+        yield from (s for s in snapshot if s.num_tokens - s.num_computed_tokens > 1)
+
+    def _schedule_running(self, plan: _Plan, sequence: Sequence) -> None:
+        if sequence.status is not SequenceStatus.RUNNING:
+            return  # preempted a moment ago
+        num_tokens = self._num_tokens_for(sequence, plan)
+        if num_tokens < 1:
+            return
+        while (copies := self.kv.try_allocate(sequence, num_tokens)) is None:
+            victim = self.running[-1]
+            self._preempt(plan, victim)
+            if victim is sequence:
+                return
+        self._enter(plan, sequence, num_tokens, copies)
+
+    def _admit_waiting(self, plan: _Plan) -> None:
+        blocked: list[Sequence] = []
+        promised = sum(self.kv.num_missing_blocks(sequence) for sequence in self.running)
+        num_deferred = 0
+        for sequence in tuple(self.waiting):
+            if plan.budget < 1 or len(self.running) >= self._config.max_num_seqs:
+                break
+            if len(blocked) + num_deferred >= LOOKAHEAD:
+                break
+            if any(s.num_overtaken >= self._config.max_overtakes for s in blocked):
+                break
+            siblings = self._running_siblings(sequence)
+            if siblings and not any(self._can_fork(plan, sibling) for sibling in siblings):
+                continue  # the prompt that it will fork from is still being computed
+            prefix = self._find_shared(plan, sequence, siblings)
+            if self.kv.is_pending(sequence, prefix):
+                num_deferred += 1
+                continue
+            # With something running, leave it one block to grow into.
+            keep = promised + 1 if self.running else 0
+            if self.kv.num_blocks_short(sequence, prefix, keep) > 0:
+                blocked.append(sequence)
+                continue
+            self._admit(plan, sequence, prefix)
+            promised += self.kv.num_missing_blocks(sequence)
+            for passed in blocked:
+                passed.num_overtaken += 1
+                self._counters.num_overtakes += 1
+        for sequence in blocked:
+            if sequence.seq_id not in self._waited:
+                self._waited.add(sequence.seq_id)
+                self._counters.num_waits += 1
+        self._counters.num_deferrals += num_deferred
+        if blocked:
+            self._counters.waiting_steps += 1
+            self._counters.waiting_fill += max(
+                pool.num_used_blocks / pool.num_blocks for pool in self.kv.pools
+            )
+
+    def _running_siblings(self, sequence: Sequence) -> list[Sequence]:
+        return [
+            sibling
+            for sibling in self._requests[sequence.request.request_id]
+            if sibling.status is SequenceStatus.RUNNING
+        ]
+
+    def _can_fork(self, plan: _Plan, sibling: Sequence) -> bool:
+        """Whether all of the prompt but its last token was computed before this step."""
+        entry = plan.entries.get(sibling.seq_id)
+        num_computed = sibling.num_computed_tokens if entry is None else entry.start
+        return num_computed >= sibling.num_prompt_tokens - 1
+
+    def _find_shared(
+        self, plan: _Plan, sequence: Sequence, siblings: list[Sequence]
+    ) -> SharedPrefix:
+        prefix = self.kv.find_cached(sequence)
+        if prefix.num_tokens < sequence.num_prompt_tokens - 1:
+            for sibling in siblings:
+                if self._can_fork(plan, sibling):
+                    return self.kv.find_forkable(sequence, sibling)
+        return prefix
+
+    def _admit(self, plan: _Plan, sequence: Sequence, prefix: SharedPrefix) -> None:
+        self.kv.admit(sequence, prefix)
+        if sequence.num_preemptions == 0:
+            sequence.num_cached_tokens = prefix.num_tokens
+            self._counters.num_prompt_tokens += sequence.num_prompt_tokens
+            self._counters.num_cached_tokens += prefix.num_tokens
+        num_tokens = self._num_tokens_for(sequence, plan)
+        copies = self.kv.try_allocate(sequence, num_tokens)
+        assert copies is not None, "admitted without room"
+        self.waiting.remove(sequence)
+        sequence.status = SequenceStatus.RUNNING
+        bisect.insort(self.running, sequence, key=_order)
+        self._enter(plan, sequence, num_tokens, copies)
+
+    def _num_tokens_for(self, sequence: Sequence, plan: _Plan) -> int:
+        left = sequence.num_tokens - sequence.num_computed_tokens
+        return min(left, self._config.prefill_chunk_size, plan.budget)
+
+    def _enter(
+        self, plan: _Plan, sequence: Sequence, num_tokens: int, copies: list[BlockCopy]
+    ) -> None:
+        start = sequence.num_computed_tokens
+        sequence.num_computed_tokens = start + num_tokens
+        needs_logits = sequence.num_computed_tokens == sequence.num_tokens
+        plan.entries[sequence.seq_id] = ScheduledSequence(sequence, start, num_tokens, needs_logits)
+        plan.copies[sequence.seq_id] = copies
+        plan.budget -= num_tokens
+
+    def _preempt(self, plan: _Plan, sequence: Sequence) -> None:
+        entry = plan.entries.pop(sequence.seq_id, None)
+        if entry is not None:
+            plan.budget += entry.num_tokens
+            del plan.copies[sequence.seq_id]
+        self.running.remove(sequence)
+        self.kv.release(sequence)
+        sequence.status = SequenceStatus.PREEMPTED
+        sequence.num_preemptions += 1
+        self._counters.num_preemptions += 1
+        self._freed.append(sequence.seq_id)
+        plan.preempted.append(sequence.seq_id)
+        bisect.insort(self.waiting, sequence, key=_order)
+
+    def _close(self, plan: _Plan) -> Step:
+        assert plan.entries, "nothing can run, yet something waits"
+        entries = sorted(plan.entries.values(), key=lambda entry: entry.num_tokens > 1)
+        step = Step(
+            step_id=self._counters.num_steps,
+            scheduled=tuple(entries),
+            copies=_resolve_chains(plan),
+            freed=tuple(self._freed),
+            preempted=tuple(plan.preempted),
+        )
+        self._freed.clear()
+        self._in_flight[step.step_id] = tuple(
+            (entry, entry.sequence.num_preemptions) for entry in entries
+        )
+        self._counters.num_steps += 1
+        self._counters.num_computed_tokens += step.num_tokens
+        self._counters.max_waste_slots = max(
+            [self._counters.max_waste_slots, *(self._waste(s.sequence) for s in entries)]
+        )
+        return step
+
+    def _finish_if_done(self, sequence: Sequence) -> None:
+        request = sequence.request
+        may_stop = sequence.num_output_tokens >= max(1, request.params.min_tokens)
+        if may_stop and sequence.token_ids[-1] in request.stop_token_ids:
+            self.finish(sequence, FinishReason.STOP)
+        elif sequence.num_output_tokens >= request.max_output_tokens:
+            self.finish(sequence, FinishReason.LENGTH)
+
+    # Looking in.
+
+    def stats(self) -> EngineStats:
+        """A snapshot; bytes are the engine's to fill in."""
+        counters = self._counters
+        pool = min(self.kv.pools, key=lambda pool: pool.num_available_blocks)
+        return EngineStats(
+            block_size=self.kv.block_size,
+            num_blocks=pool.num_blocks,
+            num_used_blocks=pool.num_used_blocks,
+            num_cached_blocks=pool.num_cached_blocks,
+            num_free_blocks=pool.num_free_blocks,
+            num_shared_blocks=pool.num_shared_blocks,
+            peak_used_blocks=max(pool.peak_used_blocks for pool in self.kv.pools),
+            num_running=len(self.running),
+            num_waiting=len(self.waiting),
+            num_requests=counters.num_requests,
+            num_finished_requests=counters.num_finished_requests,
+            num_waits=counters.num_waits,
+            num_overtakes=counters.num_overtakes,
+            num_preemptions=counters.num_preemptions,
+            num_deferrals=counters.num_deferrals,
+            num_evictions=sum(pool.num_evictions for pool in self.kv.pools),
+            num_copies=self.kv.num_copies,
+            num_steps=counters.num_steps,
+            num_prompt_tokens=counters.num_prompt_tokens,
+            num_cached_tokens=counters.num_cached_tokens,
+            num_computed_tokens=counters.num_computed_tokens,
+            num_output_tokens=counters.num_output_tokens,
+            waste_slots=sum(map(self._waste, self.running)),
+            max_waste_slots=counters.max_waste_slots,
+            mean_fill_while_waiting=(
+                counters.waiting_fill / counters.waiting_steps if counters.waiting_steps else None
+            ),
+        )
+
+    def check_integrity(self) -> None:
+        """Assert every invariant of scheduler, tables and pools; cheap enough for every step."""
+        assert self.waiting == sorted(self.waiting, key=_order), "waiting queue is out of order"
+        assert self.running == sorted(self.running, key=_order), "running list is out of order"
+        assert all(s.status is SequenceStatus.RUNNING for s in self.running)
+        for sequence in self.waiting:
+            assert sequence.status in (SequenceStatus.WAITING, SequenceStatus.PREEMPTED)
+            assert not any(len(table) for table in sequence.block_tables), "waits with blocks"
+        alive = {s.seq_id for s in (*self.waiting, *self.running)}
+        assert len(alive) == len(self.waiting) + len(self.running), "sequence is in two places"
+        known = {
+            s.seq_id
+            for sequences in self._requests.values()
+            for s in sequences
+            if not s.is_finished
+        }
+        assert alive == known, "a live sequence is in no queue, or a queue holds a dead one"
+        assert len(self.running) <= self._config.max_num_seqs
+        assert self._waited <= alive
+        self.kv.check_integrity(self.running)
+
+    def _waste(self, sequence: Sequence) -> int:
+        covered = len(sequence.block_tables[0]) * self.kv.block_size
+        return covered - sequence.num_computed_tokens
+
+
+def _order(sequence: Sequence) -> tuple[int, int, int]:
+    return (-sequence.request.priority, sequence.arrival, sequence.index)
+
+
+def _resolve_chains(plan: _Plan) -> tuple[BlockCopy, ...]:
+    """All copies of a step are done at once, so none may read what another has written."""
+    origin: dict[tuple[int, int], int] = {}
+    copies: list[BlockCopy] = []
+    for seq_id in plan.entries:
+        for copy in plan.copies[seq_id]:
+            src = origin.get((copy.group, copy.src), copy.src)
+            origin[copy.group, copy.dst] = src
+            copies.append(BlockCopy(copy.group, src, copy.dst))
+    return tuple(copies)
