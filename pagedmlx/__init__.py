@@ -41,7 +41,14 @@ def __getattr__(name: str) -> object:
             module = "pagedmlx.core.sampling_params"
         case _:
             raise AttributeError(f"module 'pagedmlx' has no attribute {name!r}")
-    return getattr(import_module(module), name)
+    try:
+        return getattr(import_module(module), name)
+    except ImportError as error:
+        if "libmlx" in str(error):
+            error.add_note(
+                "On Linux MLX has no backend of its own: install pagedmlx[cpu], [cuda12] or [cuda13]."
+            )
+        raise
 
 
 def __dir__() -> list[str]:

@@ -37,6 +37,16 @@ def test_an_unknown_name_is_an_attribute_error():
         _ = pagedmlx.Nonsense  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def test_a_missing_backend_of_mlx_is_explained(monkeypatch: pytest.MonkeyPatch):
+    def fail(name: str) -> None:
+        raise ImportError("libmlx.so: cannot open shared object file: No such file or directory")
+
+    monkeypatch.setattr(pagedmlx, "import_module", fail)
+    with pytest.raises(ImportError) as caught:
+        _ = pagedmlx.LLM
+    assert "pagedmlx[cpu]" in caught.value.__notes__[0]
+
+
 def test_importing_the_package_and_its_values_loads_no_heavy_library():
     code = (
         "import sys, pagedmlx; pagedmlx.SamplingParams(); pagedmlx.EngineConfig()\n"
