@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from pagedmlx.core.groups import KVGroup
 
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
+
+
+class AxisOrder(StrEnum):
+    """Order of the axes of a pool array."""
+
+    HEAD_MAJOR = "block, head, slot, D"
+    SLOT_MAJOR = "block, slot, head, D"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +41,23 @@ class KVLayout:
         dtype: Element type by name: float16, bfloat16 or float32.
         layers: One entry for each of the model's layers.
         groups: The KV groups; each layer with K and V is in exactly one.
+        order: Order of the axes. Head-major lets a gather land in the order that attention
+            reads; ``scripts/bench_layout.py`` measures both.
     """
 
     block_size: int
     dtype: str
     layers: tuple[LayerShape, ...]
     groups: tuple[KVGroup, ...]
+    order: AxisOrder = AxisOrder.HEAD_MAJOR
+
+    def k_shape(self, layer: int, num_blocks: int) -> tuple[int, int, int, int]:
+        """Shape of a layer's K array."""
+        return self._shape(layer, num_blocks, self.layers[layer].k_head_dim)
+
+    def v_shape(self, layer: int, num_blocks: int) -> tuple[int, int, int, int]:
+        """Shape of a layer's V array."""
+        return self._shape(layer, num_blocks, self.layers[layer].v_head_dim)
 
     def token_bytes(self, group: int) -> int:
         """Bytes of K and V for one token over all layers of a group."""
@@ -51,3 +70,9 @@ class KVLayout:
     def block_bytes(self, group: int) -> int:
         """Bytes of one block over all layers of a group."""
         return self.token_bytes(group) * self.block_size
+
+    def _shape(self, layer: int, num_blocks: int, head_dim: int) -> tuple[int, int, int, int]:
+        num_heads = self.layers[layer].num_kv_heads
+        if self.order is AxisOrder.HEAD_MAJOR:
+            return (num_blocks, num_heads, self.block_size, head_dim)
+        return (num_blocks, self.block_size, num_heads, head_dim)

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import mlx.core as mx
+import numpy as np
 
-from pagedmlx.core.batch import BatchArrays
+from pagedmlx.core.batch import NO_BLOCK, BatchArrays
 from pagedmlx.kv.store import KVStore
 
 
@@ -41,6 +42,25 @@ class PagedBatch:
     positions: mx.array
     context_lens: mx.array
     groups: tuple[GroupBatch, ...]
+
+
+def upload(host: BatchArrays) -> PagedBatch:
+    """Put a step's arrays on the device; the tables' unused tail becomes a valid block id."""
+    return PagedBatch(
+        host=host,
+        token_ids=mx.array(host.token_ids),
+        positions=mx.array(host.positions),
+        context_lens=mx.array(host.context_lens),
+        groups=tuple(
+            GroupBatch(
+                slot_mapping=mx.array(group.slot_mapping),
+                block_tables=mx.array(
+                    np.where(group.block_tables == NO_BLOCK, 0, group.block_tables)
+                ),
+            )
+            for group in host.groups
+        ),
+    )
 
 
 @dataclass(frozen=True, slots=True)
