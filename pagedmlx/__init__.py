@@ -46,7 +46,7 @@ def __getattr__(name: str) -> object:
     except ImportError as error:
         if "libmlx" in str(error):
             error.add_note(
-                "On Linux MLX has no backend of its own: install pagedmlx[cpu], [cuda12] or [cuda13]."
+                "On Linux MLX needs a backend: install pagedmlx[cpu], [cuda12] or [cuda13]."
             )
         raise
 
