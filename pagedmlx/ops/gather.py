@@ -96,7 +96,7 @@ def _make_plan(host: BatchArrays, group: int, window: int | None, block_size: in
     parts: list[_Part] = []
     order = np.arange(host.num_rows)
     num_decodes = host.num_decodes
-    buckets = _bucket((lasts - firsts)[:num_decodes], MAX_PADDING // block_size)
+    buckets = split_by_width((lasts - firsts)[:num_decodes], MAX_PADDING // block_size)
     for bucket in buckets:
         width = int((lasts - firsts)[bucket].max())
         blocks = firsts[bucket, None] + np.arange(width)
@@ -141,7 +141,7 @@ def _decode_part(rows: slice, blocks: npt.NDArray[np.int32], live: npt.NDArray[n
     )
 
 
-def _bucket(widths: npt.NDArray[np.int32], max_padding: int) -> list[npt.NDArray[np.intp]]:
+def split_by_width(widths: npt.NDArray[np.int32], max_padding: int) -> list[npt.NDArray[np.intp]]:
     """Split sequences, longest first; no bucket pads by more than ``max_padding`` blocks."""
     order = np.argsort(-widths, kind="stable")
     edges, padding = [0], 0

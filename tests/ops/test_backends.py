@@ -74,9 +74,7 @@ def test_sinks_take_their_share_of_the_softmax(
 def test_every_type_and_unequal_head_sizes_agree(
     backend: AttentionBackend, dtype: str, head_dims: tuple[int, int]
 ) -> None:
-    case = make_case(
-        MIXED, dtype=dtype, k_head_dim=head_dims[0], v_head_dim=head_dims[1], factor=2
-    )
+    case = make_case(MIXED, dtype=dtype, k_head_dim=head_dims[0], v_head_dim=head_dims[1], factor=2)
     sinks = mx.zeros(4)
     for params in (PLAIN, AttentionParams(scale=0.3, sinks=sinks), _all_of_it()):
         case.check(backend, params)

@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+import numpy as np
+
+from pagedmlx.core.batch import NO_BLOCK
+from pagedmlx.ops.base import upload
+from tests.support.batches import make_batch
+
+
+def test_upload_turns_the_unused_tail_of_a_table_into_a_valid_block() -> None:
+    rng = np.random.default_rng(0)
+    host = make_batch([(3, 1), (0, 9)], block_size=4, num_blocks=8, rng=rng, num_groups=2)
+    batch = upload(host)
+    assert batch.host is host
+    for on_device, group in zip(batch.groups, host.groups, strict=True):
+        tables = np.array(on_device.block_tables)
+        unused = group.block_tables == NO_BLOCK
+        assert unused.any()
+        assert (tables[unused] == 0).all()
+        assert (tables[~unused] == group.block_tables[~unused]).all()
+        assert np.array_equal(np.array(on_device.slot_mapping), group.slot_mapping)
+
+
+def test_upload_keeps_tokens_positions_and_lengths() -> None:
+    host = make_batch([(3, 1), (2, 9)], block_size=4, num_blocks=8, rng=np.random.default_rng(0))
+    batch = upload(host)
+    assert np.array_equal(np.array(batch.token_ids), host.token_ids)
+    assert batch.positions.tolist() == [3, *range(2, 11)]
+    assert batch.context_lens.tolist() == [4, 11]
