@@ -1,0 +1,123 @@
+"""ModelAdapter: one forward pass of a step through an unmodified mlx-lm model, over the blocks."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, Self
+
+import mlx.core as mx
+
+from pagedmlx.kv.layout import KVLayout
+from pagedmlx.kv.store import KVStore
+from pagedmlx.models.hook import install_hook
+from pagedmlx.models.layer_cache import GroupRows, RowLayout, TokenRowCache
+from pagedmlx.models.loader import LoadedModel
+from pagedmlx.models.rows import RowSelection
+from pagedmlx.models.survey import find_groups, survey_model
+from pagedmlx.ops.base import AttentionBackend, PagedBatch
+
+
+class ModelAdapter:
+    """Runs a loaded model over a paged KV cache.
+
+    Holds the attention hook until ``close``. To be used on the thread that loaded the model.
+
+    Args:
+        loaded: The model.
+        backend: Attends to the blocks.
+        block_size: Tokens in one block.
+        kv_cache_dtype: Type of the pool's elements by name; ``auto`` is the model's own.
+
+    Attributes:
+        loaded: The model.
+        backend: As given.
+        layout: Groups and shapes of the pool that ``forward`` expects.
+        row_layout: How tokens are laid out for the model.
+        vocab_size: V of the logits.
+
+    Raises:
+        UnsupportedModelError: The model can't be run this way; says why.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        backend: AttentionBackend,
+        *,
+        block_size: int = 16,
+        kv_cache_dtype: str = "auto",
+    ) -> None:
+        self.loaded = loaded
+        self.backend = backend
+        self.row_layout = RowLayout.TOKEN_ROWS
+        self._model: Any = loaded.model
+        groups = find_groups(loaded.model, loaded.model_type)
+        self._hook = install_hook(loaded.model)
+        try:
+            self._selection = RowSelection(loaded.model)
+            survey = survey_model(loaded.model, groups, self._selection, loaded.model_type)
+        except BaseException:
+            self._hook.undo()
+            raise
+        self.vocab_size = survey.vocab_size
+        self.layout = KVLayout(
+            block_size=block_size,
+            dtype=survey.dtype if kv_cache_dtype == "auto" else kv_cache_dtype,
+            layers=survey.layers,
+            groups=survey.groups,
+        )
+
+    def forward(self, batch: PagedBatch, store: KVStore) -> mx.array:
+        """Write the K and V of every row and return the logits of the rows that sample.
+
+        Nothing is evaluated: the caller commits the logits together with the store, also when
+        there are none to sample from.
+
+        Args:
+            batch: The step; its block copies are already done.
+            store: A pool of this adapter's ``layout``.
+
+        Returns:
+            (R, vocab_size) for ``batch.host.sample_rows``, in their order.
+        """
+        caches: list[TokenRowCache | None] = [None] * len(self.layout.layers)
+        for index, group in enumerate(self.layout.groups):
+            rows = GroupRows(store, self.backend, batch, index, group.window)
+            for layer in group.layers:
+                caches[layer] = TokenRowCache(layer, rows)
+        sample_rows = batch.host.sample_rows
+        # With no row to sample from, one row goes to the head but is never computed.
+        selected = mx.array(sample_rows if len(sample_rows) else sample_rows.dtype.type([0]))
+        with self._selection.using(lambda hidden: hidden[selected]):
+            logits = self._model(batch.token_ids[:, None], cache=caches)
+        if not len(sample_rows):
+            return mx.zeros((0, self.vocab_size), dtype=logits.dtype)
+        return logits.squeeze(1)
+
+    def last_logits(self, token_ids: mx.array, caches: list[Any]) -> mx.array:
+        """The model's own way, with mlx-lm's caches: what ``forward`` is compared with.
+
+        Args:
+            token_ids: (L,) int32; the tokens that follow those in the caches.
+            caches: From mlx-lm's ``make_prompt_cache``.
+
+        Returns:
+            (vocab_size,) logits of the last token.
+        """
+        with self._selection.using(lambda hidden: hidden[:, -1:]):
+            return self._model(token_ids[None], cache=caches)[0, 0]
+
+    def close(self) -> None:
+        """Release the attention hook; the model is mlx-lm's again. Idempotent."""
+        self._hook.undo()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()

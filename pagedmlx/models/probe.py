@@ -1,0 +1,137 @@
+"""Compares a model over the paged cache with the same model over mlx-lm's own, at load."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+
+from pagedmlx.core.batch import BatchArrays, GroupArrays
+from pagedmlx.errors import UnsupportedModelError
+from pagedmlx.kv.store import KVStore
+from pagedmlx.models.adapter import ModelAdapter
+from pagedmlx.ops.base import upload
+
+NUM_DECODES = 3
+MAX_PROMPT_TOKENS = 640
+"""A window longer than this isn't passed: that would make big models slow to load."""
+
+TOLERANCES = {"float32": 1e-3, "float16": 3e-2, "bfloat16": 1e-1}
+"""Largest difference between logits, as a share of the largest logit."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeResult:
+    """What the probe saw.
+
+    Attributes:
+        num_prompt_tokens: Length of its prompt.
+        error: Largest difference between logits, as a share of the largest logit.
+        tolerance: What it may be for the types in use.
+        passed_windows: Whether the prompt is longer than every sliding window of the model.
+    """
+
+    num_prompt_tokens: int
+    error: float
+    tolerance: float
+    passed_windows: bool
+
+
+def probe_model(adapter: ModelAdapter) -> ProbeResult:
+    """Run a short prompt in two chunks, a copy on write and three decode steps, both ways.
+
+    Uses a small pool of its own, on the backend that will serve.
+
+    Args:
+        adapter: Of the model to be served.
+
+    Raises:
+        UnsupportedModelError: The logits differ by more than the types explain.
+    """
+    layout = adapter.layout
+    block_size = layout.block_size
+    windows = [group.window for group in layout.groups if group.window is not None]
+    length = max(2 * block_size, min(max(windows, default=0), MAX_PROMPT_TOKENS)) + 1
+    # The last block must be partly filled, so that copying it matters.
+    length += length % block_size == 0
+    prompt = (np.arange(length) * 7919 + 13) % adapter.vocab_size
+    num_blocks = -(-(length + NUM_DECODES) // block_size) + 1
+    store = KVStore(layout, (num_blocks,) * len(layout.groups), fill=float("nan"))
+    # Block ids run backwards, so that order in the pool is not order in the sequence.
+    table = np.arange(num_blocks - 1, 0, -1, dtype=np.int32)
+    caches = make_prompt_cache(adapter.loaded.model)
+
+    error = 0.0
+    chunk = block_size + 1
+    _paged_logits(adapter, store, table, prompt[:chunk], 0)
+    logits = _paged_logits(adapter, store, table, prompt[chunk:], chunk)
+    expected = adapter.last_logits(mx.array(prompt.astype(np.int32)), caches)
+    error = max(error, _difference(logits, expected))
+
+    last = (length - 1) // block_size
+    source, table[last] = table[last], 0
+    for group in range(len(layout.groups)):
+        store.copy_blocks(group, np.array([source], np.int32), np.array([0], np.int32))
+    for step in range(NUM_DECODES):
+        token = np.array([int(mx.argmax(expected))])
+        logits = _paged_logits(adapter, store, table, token, length + step)
+        expected = adapter.last_logits(mx.array(token.astype(np.int32)), caches)
+        error = max(error, _difference(logits, expected))
+
+    tolerance = max(TOLERANCES[adapter.loaded.dtype], TOLERANCES[layout.dtype])
+    if not error <= tolerance:
+        raise UnsupportedModelError(
+            f"{adapter.loaded.model_type}: logits over the paged cache differ from mlx-lm's by "
+            f"{error:.2g} of the largest; at most {tolerance:.2g} is allowed",
+            hint="run this model with mlx-lm itself, and please report it",
+        )
+    return ProbeResult(
+        num_prompt_tokens=length,
+        error=error,
+        tolerance=tolerance,
+        passed_windows=all(length > window for window in windows),
+    )
+
+
+def _paged_logits(
+    adapter: ModelAdapter,
+    store: KVStore,
+    table: np.ndarray,
+    token_ids: np.ndarray,
+    start: int,
+) -> mx.array:
+    """Run one sequence's tokens [start, start + len) and return the last one's logits."""
+    block_size = adapter.layout.block_size
+    end = start + len(token_ids)
+    positions = np.arange(start, end, dtype=np.int32)
+    used = table[: -(-end // block_size)]
+    group = GroupArrays(
+        slot_mapping=used[positions // block_size].astype(np.int64) * block_size
+        + positions % block_size,
+        block_tables=used[None],
+        copy_src=np.empty(0, np.int32),
+        copy_dst=np.empty(0, np.int32),
+    )
+    host = BatchArrays(
+        sequences=(),
+        num_decodes=int(len(token_ids) == 1),
+        token_ids=token_ids.astype(np.int32),
+        positions=positions,
+        query_start_loc=np.array([0, len(token_ids)], np.int32),
+        context_lens=np.array([end], np.int32),
+        sample_rows=np.array([len(token_ids) - 1], np.int32),
+        sample_sequences=(),
+        groups=(group,) * len(adapter.layout.groups),
+    )
+    logits = adapter.forward(upload(host), store)[0]
+    store.commit(logits)
+    return logits
+
+
+def _difference(logits: mx.array, expected: mx.array) -> float:
+    """Largest difference as a share of the largest expected logit; NaN stays NaN."""
+    logits, expected = logits.astype(mx.float32), expected.astype(mx.float32)
+    largest = mx.maximum(mx.max(mx.abs(expected)), 1e-6)
+    return float((mx.max(mx.abs(logits - expected)) / largest).item())
