@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -15,10 +17,16 @@ from pagedmlx.ops import sources
 REPOSITORY = Path(__file__).parents[1]
 
 
-def run_python(code: str) -> str:
+def run_python(*arguments: str, path: Path = REPOSITORY) -> str:
+    """Standard output of Python with ``path`` first on its search path."""
     result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, check=True
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=path,
+        env={**os.environ, "PYTHONPATH": str(path)},
     )
+    assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
 
@@ -53,22 +61,12 @@ def test_importing_the_package_and_its_values_loads_no_heavy_library():
         "heavy = {'huggingface_hub', 'mlx', 'mlx_lm', 'textual', 'transformers'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )
-    assert run_python(code).strip() == "[]"
+    assert run_python("-c", code).strip() == "[]"
 
 
 def test_imports_keep_to_the_layers():
-    result = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "from importlinter.cli import lint_imports_command as run; run()",
-            "--no-cache",
-        ],
-        capture_output=True,
-        text=True,
-        cwd=REPOSITORY,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
+    code = "from importlinter.cli import lint_imports_command as run; run()"
+    assert "0 broken" in run_python("-c", code, "--no-cache")
 
 
 def test_the_kernel_folder_is_found_and_holds_its_contract():
@@ -83,3 +81,16 @@ def test_a_missing_kernel_folder_is_named(monkeypatch: pytest.MonkeyPatch, tmp_p
         sources.kernel_folder()
     assert str(tmp_path / "pagedmlx" / "metal") in str(caught.value)
     assert caught.value.hint
+
+
+def test_the_wheel_made_from_the_sdist_brings_the_kernel_folder(tmp_path: Path):
+    built, unpacked = tmp_path / "built", tmp_path / "unpacked"
+    run_python("-m", "build", "--no-isolation", "--outdir", str(built), str(REPOSITORY))
+    (wheel,) = built.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        archive.extractall(unpacked)
+    assert "pagedmlx/py.typed" in names
+    assert not [name for name in names if name.startswith(("tests/", "scripts/", "metal/"))]
+    code = "from pagedmlx.ops.sources import kernel_folder; print(kernel_folder())"
+    assert run_python("-c", code, path=unpacked).strip() == str(unpacked / "pagedmlx" / "metal")
