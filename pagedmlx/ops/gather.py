@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -128,9 +129,10 @@ def _make_plan(host: BatchArrays, group: int, window: int | None, block_size: in
     return _Plan(tuple(parts), mx.array(order), mx.array(np.argsort(order)))
 
 
-def _decode_part(rows: slice, blocks: npt.NDArray[np.int32], live: npt.NDArray[np.bool_]) -> _Part:
+def _decode_part(rows: slice, blocks: npt.NDArray[np.int32], live: npt.NDArray[Any]) -> _Part:
     seen = mx.array(live)[:, None, None, :]
-    dead = None if live.all() else tuple(map(mx.array, np.nonzero(~live)))
+    sequences, tokens = np.nonzero(~live)
+    dead = (mx.array(sequences), mx.array(tokens)) if len(tokens) else None
     return _Part(
         rows=rows,
         block_tables=mx.array(blocks),
