@@ -1,0 +1,1 @@
+"""Text in, text out: tokenizers, chat templates and the incremental detokenizer; no model code."""

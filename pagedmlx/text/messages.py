@@ -1,0 +1,141 @@
+"""Chat messages as callers send them: checked, and brought to the one form that templates get."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from pagedmlx.errors import InvalidRequestError
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+class ToolArguments(dict[str, Any]):
+    """Arguments of a tool call: a mapping that reads as its JSON text wherever text is wanted.
+
+    Some templates walk through the arguments, others write them out; this suits both. Text that
+    isn't a JSON object is kept as it came, under the key ``arguments``.
+    """
+
+    def __init__(self, arguments: str | Mapping[str, Any]) -> None:
+        if isinstance(arguments, str):
+            super().__init__(_parse_arguments(arguments))
+            self._text = arguments if arguments.strip() else "{}"
+        else:
+            super().__init__(arguments)
+            self._text = json.dumps(dict(arguments), ensure_ascii=False)
+
+    def mapped(self, change: Callable[[Any], Any]) -> ToolArguments:
+        """A copy with every string changed, in the mapping and in the text."""
+        copy = ToolArguments(change(dict(self)))
+        copy._text = change(self._text)
+        return copy
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __add__(self, other: str) -> str:
+        return self._text + other
+
+    def __radd__(self, other: str) -> str:
+        return other + self._text
+
+
+def normalize_messages(messages: object) -> list[dict[str, Any]]:
+    """Check a conversation and return it as templates expect it.
+
+    The role ``developer`` becomes ``system``; content given as text parts becomes their joined
+    text; the null content of an assistant's tool calls becomes the empty string; other keys are
+    kept. The input isn't changed.
+
+    Raises:
+        InvalidRequestError: No messages, an unknown role, or content that isn't text.
+    """
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+        raise InvalidRequestError(
+            "messages",
+            f"{_kind(messages)} instead of a list of messages",
+            hint='A message is an object such as {"role": "user", "content": "Hello"}.',
+        )
+    if not messages:
+        raise InvalidRequestError("messages", "the list is empty, at least one is needed")
+    return [_normalize(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def _normalize(message: object, where: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise InvalidRequestError(where, f"{_kind(message)} instead of an object")
+    role = message.get("role")
+    if role not in ROLES:
+        raise InvalidRequestError(
+            f"{where}.role", f"{role!r} is not a role", hint=f"Roles: {', '.join(ROLES)}."
+        )
+    result = {str(key): value for key, value in message.items() if value is not None}
+    result["role"] = "system" if role == "developer" else role
+    if message.get("tool_calls"):
+        result["tool_calls"] = _tool_calls(message["tool_calls"], f"{where}.tool_calls")
+        result.setdefault("content", "")
+    result["content"] = _content(result.get("content"), f"{where}.content")
+    return result
+
+
+def _content(content: object, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if content is None:
+        raise InvalidRequestError(where, "missing or null", hint="Give the text as a string.")
+    if not isinstance(content, list | tuple):
+        raise InvalidRequestError(where, f"{_kind(content)} instead of text or a list of parts")
+    return "".join(_part(part, f"{where}[{index}]") for index, part in enumerate(content))
+
+
+def _part(part: object, where: str) -> str:
+    if not isinstance(part, Mapping):
+        raise InvalidRequestError(where, f"{_kind(part)} instead of an object")
+    if part.get("type") != "text":
+        raise InvalidRequestError(
+            f"{where}.type",
+            f"{part.get('type')!r} can't be read by this model",
+            hint="Only parts of the type 'text' are taken.",
+        )
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise InvalidRequestError(f"{where}.text", f"{_kind(text)} instead of text")
+    return text
+
+
+def _tool_calls(calls: object, where: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, list | tuple):
+        raise InvalidRequestError(where, f"{_kind(calls)} instead of a list of calls")
+    return [_tool_call(call, f"{where}[{index}]") for index, call in enumerate(calls)]
+
+
+def _tool_call(call: object, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping):
+        raise InvalidRequestError(where, "not an object with a function")
+    name = function.get("name")
+    if not isinstance(name, str) or not name:
+        raise InvalidRequestError(f"{where}.function.name", f"{name!r} is not a name")
+    arguments = function.get("arguments")
+    if arguments is not None and not isinstance(arguments, str | Mapping):
+        raise InvalidRequestError(
+            f"{where}.function.arguments", f"{_kind(arguments)} instead of JSON text or an object"
+        )
+    arguments = ToolArguments({} if arguments is None else arguments)
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _parse_arguments(text: str) -> dict[str, Any]:
+    if not text.strip():
+        return {}
+    try:
+        arguments = json.loads(text)
+    except (ValueError, RecursionError):
+        arguments = None
+    return arguments if isinstance(arguments, dict) else {"arguments": text}
+
+
+def _kind(value: object) -> str:
+    return "null" if value is None else f"a value of type {type(value).__name__}"

@@ -1,0 +1,143 @@
+"""Chat templates: a conversation to prompt text, with whatever a template objects to as our error.
+
+A template is the model maker's program; it is run in transformers' sandbox. Text of the
+conversation can't pose as the template's own control tokens: see ``RenderedChat``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pagedmlx.errors import InvalidRequestError
+from pagedmlx.text.messages import ToolArguments, normalize_messages
+
+_GUARD = "\ufdd0"  # a Unicode noncharacter: no ordinary text contains it
+_OPEN_KWARGS = frozenset({"tools", "documents"})
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedChat:
+    """A prompt in segments that are to be tokenized one by one.
+
+    There is one segment unless some message spells a special token: then the text is cut inside
+    that spelling, after its first character, so that it is tokenized as the plain text it is.
+
+    Attributes:
+        segments: Joined, they are the text that the template wrote.
+    """
+
+    segments: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """The whole prompt."""
+        return "".join(self.segments)
+
+
+def render_chat(
+    apply_template: Callable[..., Any],
+    messages: object,
+    *,
+    special_tokens: Iterable[str],
+    add_generation_prompt: bool,
+    template_kwargs: Mapping[str, Any],
+) -> RenderedChat:
+    """Render a conversation with a tokenizer's chat template.
+
+    Args:
+        apply_template: transformers' ``apply_chat_template`` of the tokenizer.
+        messages: As ``normalize_messages`` takes them.
+        special_tokens: Spellings that only the template itself may use.
+        add_generation_prompt: End with the opening of the assistant's answer.
+        template_kwargs: Further variables for the template, such as ``enable_thinking``.
+
+    Raises:
+        InvalidRequestError: The messages are malformed, the template refuses them (with its own
+            reason) or leaves one out, or a variable's name is taken.
+    """
+    conversation = normalize_messages(messages)
+    taken = inspect.signature(apply_template).parameters.keys() - _OPEN_KWARGS
+    for name in template_kwargs:
+        if name in taken or name in ("messages", "self"):
+            raise InvalidRequestError("chat_template_kwargs", f"{name!r} can't be set here")
+    guard, conversation = _guard(conversation, special_tokens)
+    try:
+        text = apply_template(
+            conversation,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            **template_kwargs,
+        )
+    except Exception as error:  # a template can fail in any way; to the caller it is one
+        raise InvalidRequestError(
+            "messages",
+            f"the model's chat template refuses them: {_reason(error)}",
+            hint="Check the roles and their order, and chat_template_kwargs.",
+        ) from error
+    _check_complete(conversation, text)
+    return RenderedChat(tuple(text.split(guard)))
+
+
+def _guard(
+    conversation: list[dict[str, Any]], special_tokens: Iterable[str]
+) -> tuple[str, list[dict[str, Any]]]:
+    """Put a guard mark inside each spelling of a special token, everywhere but in the roles."""
+    spellings = sorted((token for token in special_tokens if len(token) > 1), key=len, reverse=True)
+    runs = re.findall(f"{_GUARD}+", "".join(_strings(conversation)))
+    guard = _GUARD * (1 + max(map(len, runs), default=0))
+    if not spellings:
+        return guard, conversation
+    pattern = re.compile("|".join(f"{re.escape(s[0])}(?={re.escape(s[1:])})" for s in spellings))
+
+    def mark(value: Any) -> Any:
+        if isinstance(value, str):
+            return pattern.sub(lambda match: match[0] + guard, value)
+        if isinstance(value, list):
+            return [mark(item) for item in value]
+        if isinstance(value, ToolArguments):
+            return value.mapped(mark)
+        if isinstance(value, dict):
+            return {key: item if key == "role" else mark(item) for key, item in value.items()}
+        return value
+
+    return guard, mark(conversation)
+
+
+def _strings(value: Any) -> Iterable[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for item in value:
+            yield from _strings(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _strings(item)
+
+
+def _check_complete(conversation: list[dict[str, Any]], text: str) -> None:
+    """Templates pass over what they don't know; a caller must hear of it."""
+    for index, message in enumerate(conversation):
+        role = message["role"]
+        if role in ("system", "user") and message["content"].strip() not in text:
+            raise InvalidRequestError(
+                f"messages[{index}]",
+                f"the model's chat template leaves out this {role} message",
+                hint="Move its text into a user message.",
+            )
+        for call in message.get("tool_calls", ()):
+            if call["function"]["name"] not in text:
+                raise InvalidRequestError(
+                    f"messages[{index}].tool_calls",
+                    f"the model's chat template leaves out the call of "
+                    f"{call['function']['name']!r}",
+                    hint="This model's template knows no tool calls; describe them in the content.",
+                )
+
+
+def _reason(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
