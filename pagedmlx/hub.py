@@ -148,6 +148,13 @@ def pull(
     return ResolvedModel(_fetch_snapshot(name, revision), name, "hub")
 
 
+def hub_cache_folder() -> Path:
+    """The Hugging Face cache's folder; it may not exist yet."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return Path(HF_HUB_CACHE)
+
+
 def list_models() -> list[ModelEntry]:
     """Models that are on this machine: the embedded one and the Hugging Face cache's."""
     entries: list[ModelEntry] = []

@@ -1,0 +1,157 @@
+"""The command line's entry point: finds the command, and turns every error into an exit code.
+
+0 is success, 1 a failure at run time, 2 a wrong use, 130 Ctrl-C and 143 SIGTERM.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Annotated
+
+import typer
+from typer.exceptions import TyperException
+
+from pagedmlx import __version__
+from pagedmlx.cli import render
+from pagedmlx.cli.commands.doctor import doctor
+from pagedmlx.cli.commands.generate import generate
+from pagedmlx.cli.commands.ls import ls
+from pagedmlx.cli.commands.pull import pull
+from pagedmlx.cli.commands.rm import rm
+from pagedmlx.cli.options import config_defaults, with_engine_and_sampling
+from pagedmlx.cli.settings import read_config_file
+from pagedmlx.errors import InvalidRequestError, PagedMLXError
+
+_EXIT_INTERRUPTED = 130
+_EXIT_TERMINATED = 143
+
+
+@dataclass(slots=True)
+class Session:
+    """What one run of the command line knows before its command starts."""
+
+    debug: bool = False
+
+
+class _Terminated(BaseException):
+    """SIGTERM came; not an Exception, so that nothing on the way swallows it."""
+
+
+# Plain help: rich's would cost a quarter of the time that help may take.
+app = typer.Typer(
+    name="pagedmlx",
+    help="Run language models with a KV cache that is paged like memory.",
+    rich_markup_mode=None,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
+)
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        render.text(f"pagedmlx {__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _start(
+    ctx: typer.Context,
+    debug: Annotated[
+        bool, typer.Option("--debug", envvar="PAGEDMLX_DEBUG", help="Show tracebacks.")
+    ] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show it.")
+    ] = False,
+) -> None:
+    ctx.ensure_object(Session).debug |= debug
+    if ctx.invoked_subcommand is None:
+        render.text(ctx.get_help())
+    elif ctx.invoked_subcommand == "generate":
+        ctx.default_map = {"generate": config_defaults(read_config_file())}
+
+
+app.command()(with_engine_and_sampling(generate))
+for _command in (pull, ls, rm, doctor):
+    app.command()(_command)
+
+
+def run(arguments: Iterable[str]) -> int:
+    """Run one command line; returns its exit code and raises nothing."""
+    arguments = list(arguments)
+    session = Session()
+    # Before or after the command: people add it to a line that has just failed.
+    if "--debug" in arguments[: [*arguments, "--"].index("--")]:
+        arguments.remove("--debug")
+        session.debug = True
+    render.prepare_streams()
+    try:
+        with _sigterm_raises():
+            command = typer.main.get_command(app)
+            result = command.main(
+                args=arguments, prog_name="pagedmlx", standalone_mode=False, obj=session
+            )
+            return result if isinstance(result, int) else 0
+    except (KeyboardInterrupt, typer.Abort):
+        return _EXIT_INTERRUPTED
+    except _Terminated:
+        return _EXIT_TERMINATED
+    except (BrokenPipeError, SystemExit):
+        # Typer turns a broken pipe into SystemExit; the reader has gone, so nobody is told.
+        render.discard_stdout()
+        return 1
+    except Exception as error:
+        if session.debug:
+            render.notice(traceback.format_exc())
+        return _report(error)
+
+
+def _report(error: Exception) -> int:
+    match error:
+        case InvalidRequestError():
+            render.error(str(error), error.hint)
+            return 2
+        case PagedMLXError():
+            render.error(str(error), error.hint)
+        case TyperException():
+            ctx = getattr(error, "ctx", None)
+            where = ctx.command_path if ctx is not None else "pagedmlx"
+            render.error(error.format_message(), f"{where} --help")
+            return 2
+        case ImportError() if (error.name or "").startswith("mlx") or "libmlx" in str(error):
+            render.error(
+                f"MLX can't be loaded: {error}",
+                "on Linux install a backend with it: pip install 'pagedmlx[cpu]'",
+            )
+        case OSError():
+            where = f": {error.filename}" if error.filename else ""
+            render.error(f"{error.strerror or error}{where}")
+        case _:
+            render.error(
+                f"unexpected {type(error).__name__}: {error}",
+                "this is a fault of pagedmlx; please report it with what --debug shows",
+            )
+    return 1
+
+
+@contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def main() -> None:
+    """The ``pagedmlx`` command."""
+    sys.exit(run(sys.argv[1:]))

@@ -1,0 +1,180 @@
+"""A file of prompts through one engine: read lazily, written as they finish, in bounded memory."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+import typer
+
+from pagedmlx.cli import render
+from pagedmlx.cli.model import build_prompt, open_llm
+from pagedmlx.cli.prompts import BadLine, Prompt, read_prompts
+from pagedmlx.cli.results import Row, check_new, error_row, output_row, resume_rows, row_file
+from pagedmlx.cli.summary import summarize, summary_line, write_summary
+from pagedmlx.config import EngineConfig
+from pagedmlx.core.sampling_params import SamplingParams
+from pagedmlx.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from pagedmlx.llm import LLM, Job
+
+
+def run_batch(
+    config: EngineConfig,
+    params: SamplingParams,
+    prompts_file: str,
+    *,
+    system: str | None,
+    raw: bool,
+    as_json: bool,
+    output: Path | None,
+    resume: bool,
+    stats_json: str | None,
+    quiet: bool,
+) -> None:
+    """Run every prompt of a file.
+
+    Rows go to ``output``, else to stdout; the summary goes to ``stats_json``, else with
+    ``as_json`` it is the last line of stdout.
+
+    Raises:
+        InvalidRequestError: A flag or file that can't be used; nothing has been run then.
+        typer.Exit: Some prompts failed, or an invariant was broken; the exit code is 1.
+    """
+    if resume and output is None:
+        raise InvalidRequestError("--resume", "needs --output FILE to go on with")
+    with ExitStack() as stack:
+        lines = stack.enter_context(_open_prompts(prompts_file))
+        done: set[str] = set()
+        if output is not None and not resume:
+            check_new(output)
+        elif output is not None:
+            done = resume_rows(output)
+        llm = stack.enter_context(open_llm(config, quiet=quiet))
+        write = _stdout_writer(as_json)
+        if output is not None:
+            write = stack.enter_context(row_file(output))
+        # A bar on the terminal that the rows go to would be torn by them.
+        shown = not quiet and (output is not None or not sys.stdout.isatty())
+        meter = stack.enter_context(render.meter(shown=shown))
+        batch = _Batch(llm, write, meter, total=_num_lines(prompts_file), raw=raw, system=system)
+        try:
+            batch.run(read_prompts(lines, name=prompts_file, params=params, done=done))
+        except BaseException:
+            meter.stop()
+            if output is not None and not quiet:
+                again = "the same with --resume goes on"
+                render.notice(f"stopped after {batch.num_done} prompts are in {output}; {again}")
+            raise
+        meter.stop()
+        summary = summarize(
+            llm,
+            num_prompts=batch.num_done,
+            num_failed=batch.num_failed,
+            num_skipped=len(done),
+            wall_s=time.perf_counter() - batch.started,
+        )
+        if stats_json:
+            write_summary(summary, stats_json)
+        elif as_json:
+            write_summary(summary, "-")
+        if not quiet:
+            render.notice(summary_line(summary))
+    if batch.num_failed or summary["integrity"].startswith("broken"):
+        raise typer.Exit(1)
+
+
+class _Batch:
+    """The prompts on their way: jobs out, rows in."""
+
+    def __init__(
+        self,
+        llm: LLM,
+        write: Callable[[Row], None],
+        meter: render.Meter,
+        *,
+        total: int | None,
+        raw: bool,
+        system: str | None,
+    ) -> None:
+        self.num_done = 0
+        self.num_failed = 0
+        self.started = time.perf_counter()
+        self._llm, self._write, self._meter = llm, write, meter
+        self._total, self._raw, self._system = total, raw, system
+        self._lines: dict[str, int] = {}
+
+    def run(self, items: Iterator[Prompt | BadLine]) -> None:
+        """Run them all; memory holds only those in flight, and every id."""
+        for finished in self._llm.generate_iter(self._jobs(items)):
+            row = output_row(finished)
+            self._finish(row, self._lines.pop(finished.request_id))
+
+    def _jobs(self, items: Iterator[Prompt | BadLine]) -> Iterator[Job]:
+        from pagedmlx.llm import Job
+
+        for item in items:
+            try:
+                if isinstance(item, BadLine):
+                    raise item.error
+                if item.system is None and item.prompt is not None:
+                    item = item.with_system(self._system)
+                form = build_prompt(item, has_template=self._llm.has_chat_template, raw=self._raw)
+            except InvalidRequestError as error:
+                self._finish(error_row(item.id, error), item.line)
+                continue
+            self._lines[item.id] = item.line
+            yield Job(
+                request_id=item.id,
+                prompt=form if isinstance(form, str) else None,
+                messages=form if isinstance(form, list) else None,
+                prompt_token_ids=item.prompt_token_ids,
+                sampling_params=item.params,
+                priority=item.priority,
+                cache_salt=item.cache_salt,
+            )
+
+    def _finish(self, row: Row, line: int) -> None:
+        self._write({"id": row["id"], "line": line, **row})
+        self.num_done += 1
+        self.num_failed += "error" in row
+        self._meter.count("prompts", self.num_done, self._total)
+
+
+def _stdout_writer(as_json: bool) -> Callable[[Row], None]:
+    def write_text(row: Row) -> None:
+        if "error" in row:
+            message = row["error"]["message"]
+            place = "" if message.startswith("line ") else f"line {row['line']}: "
+            render.error(place + message, row["error"].get("hint", ""))
+            return
+        for choice in row["outputs"]:
+            part = f" ({choice['index'] + 1})" if len(row["outputs"]) > 1 else ""
+            render.text(f"--- {row['id']}{part} ---\n{choice['text']}")
+
+    return render.json_line if as_json else write_text
+
+
+@contextmanager
+def _open_prompts(name: str) -> Iterator[BinaryIO]:
+    if name == "-":
+        yield sys.stdin.buffer
+        return
+    try:
+        file = open(name, "rb")  # noqa: SIM115 - only opening it is the user's concern here
+    except OSError as error:
+        raise InvalidRequestError("--prompts-file", f"{name}: {error.strerror}") from error
+    with file:
+        yield file
+
+
+def _num_lines(name: str) -> int | None:
+    if not Path(name).is_file():
+        return None
+    with open(name, "rb") as file:
+        return sum(1 for line in file if line.strip())

@@ -1,0 +1,72 @@
+"""``pagedmlx doctor``: what this machine and this installation offer."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from pagedmlx import __version__, hub
+from pagedmlx.cli import render
+from pagedmlx.cli.settings import config_file
+from pagedmlx.embedded import cache_folder
+
+_PACKAGES = ("mlx", "mlx-lm", "transformers", "tokenizers", "huggingface-hub", "numpy")
+
+
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False) -> None:
+    """Show the device, its limits, versions, and what doesn't work here and why."""
+    from pagedmlx.engine.diagnosis import diagnose
+
+    found = diagnose()
+    versions = {name: _version(name) for name in _PACKAGES}
+    folders = {
+        "cache": str(cache_folder()),
+        "hub_cache": str(hub.hub_cache_folder()),
+        "config": str(config_file()),
+    }
+    if as_json:
+        render.json_document(
+            {
+                "pagedmlx": __version__,
+                "python": platform.python_version(),
+                "system": platform.platform(),
+                **asdict(found),
+                "versions": versions,
+                "folders": folders,
+            }
+        )
+    else:
+        lines = {
+            "pagedmlx": f"{__version__}, Python {platform.python_version()}, {platform.platform()}",
+            "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
+            "device": found.device or f"none: {found.problem}",
+            "memory": render.size(found.memory_bytes),
+            "for the device": _size(found.device_memory_bytes),
+            "largest array": _size(found.max_buffer_bytes),
+            "BLAS": found.blas.removeprefix("BLAS: "),
+            "attention": found.attention or "none",
+            "our cache": folders["cache"],
+            "hub cache": folders["hub_cache"],
+            "config file": folders["config"],
+        }
+        render.pairs(lines)
+        for reason in found.unsupported:
+            render.text(f"not here: {reason}")
+    if found.problem is not None:
+        render.error(found.problem, "on Linux: pip install 'pagedmlx[cpu]'")
+        raise typer.Exit(1)
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "missing"
+
+
+def _size(num_bytes: int | None) -> str:
+    return "no limit known" if num_bytes is None else render.size(num_bytes)

@@ -1,0 +1,57 @@
+"""Opens the model that a command asked for, and puts a prompt into the form that it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from pagedmlx import hub
+from pagedmlx.cli import render
+from pagedmlx.cli.prompts import Prompt
+from pagedmlx.config import EngineConfig
+from pagedmlx.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from pagedmlx.llm import LLM
+
+
+@contextmanager
+def open_llm(config: EngineConfig, *, quiet: bool) -> Iterator[LLM]:
+    """Find, load and at the end close a model; the stages show on stderr."""
+    # Before MLX is imported, so that a wrong name is told at once.
+    tell = render.once_each()
+    hub.resolve(
+        config.model, config.revision, on_progress=lambda stage, _: None if quiet else tell(stage)
+    )
+    from pagedmlx.llm import LLM
+
+    with render.meter(shown=not quiet) as meter:
+        llm = LLM(model=config.model, config=config, on_progress=meter.stage)
+    with llm:
+        if not quiet:
+            for note in llm.load_notes:
+                render.notice(note)
+        yield llm
+
+
+def build_prompt(
+    prompt: Prompt, *, has_template: bool, raw: bool
+) -> str | list[dict[str, Any]] | None:
+    """Text for a bare completion, messages for the chat template, None for token ids.
+
+    Raises:
+        InvalidRequestError: It needs a chat template, and there is none or ``raw`` is set.
+    """
+    if prompt.prompt_token_ids is not None:
+        return None
+    if has_template and not raw:
+        if prompt.messages is not None:
+            return prompt.messages
+        system = [{"role": "system", "content": prompt.system}] if prompt.system else []
+        return [*system, {"role": "user", "content": prompt.prompt}]
+    needs = "messages" if prompt.messages is not None else "system" if prompt.system else None
+    if needs:
+        reason = "--raw turns it off" if raw else "this model has none"
+        raise InvalidRequestError(needs, f"needs a chat template, and {reason}")
+    return prompt.prompt

@@ -1,0 +1,247 @@
+"""The flags that commands share, once: what each is called and which setting it fills.
+
+Defaults and checks are those of EngineConfig and SamplingParams; a value comes from the flag, else
+from the environment (``PAGEDMLX_<FLAG>``), else from the config file, else it is the default.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+from pagedmlx.config import EngineConfig
+from pagedmlx.core.sampling_params import SamplingParams
+from pagedmlx.errors import InvalidRequestError
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One flag.
+
+    Attributes:
+        field: The setting that it fills, and the name of the command's parameter.
+        help: One sentence.
+        type: What typer shall parse; a list type makes the flag repeatable.
+        default: None takes the default of the setting.
+        name: The long flag without its dashes; empty derives it from the field.
+        short: A one-letter form, dash included.
+        parser: Turns the text into the value, for types that typer doesn't know.
+        metavar: How the help names the value.
+    """
+
+    field: str
+    help: str
+    type: Any
+    default: object = None
+    name: str = ""
+    short: str = ""
+    parser: Callable[[Any], object] | None = None
+    metavar: str | None = None
+
+    @property
+    def key(self) -> str:
+        """The flag without dashes in front; also its key in the config file."""
+        return self.name or self.field.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        """The environment variable that gives the value when the flag doesn't."""
+        return f"PAGEDMLX_{self.key.replace('-', '_').upper()}"
+
+    def parameter(self, default: object) -> inspect.Parameter:
+        """The command's parameter, as typer reads it."""
+        long = f"--{self.key}/--no-{self.key}" if self.type is bool else f"--{self.key}"
+        option = typer.Option(
+            *(name for name in (long, self.short) if name),
+            envvar=self.variable,
+            show_envvar=False,
+            help=self.help,
+            parser=self.parser,
+            metavar=self.metavar,
+            show_default=default is not None and default != [],
+        )
+        return inspect.Parameter(
+            self.field,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=default,
+            annotation=Annotated[self.type, option],
+        )
+
+
+def parse_size(value: str | int) -> int:
+    """Read a number of bytes: ``4GiB`` and ``4G`` are 4 * 2**30, ``512MB`` is 512 * 10**6.
+
+    Raises:
+        InvalidRequestError: Not a size, or less than one byte.
+    """
+    match = _SIZE.fullmatch(str(value))
+    if match is not None:
+        number, unit = match[1], match[2].lower()
+        prefix, suffix = unit[:1].rstrip("b"), unit.removeprefix(unit[:1].rstrip("b"))
+        if prefix in _POWERS and suffix in ("", "b", "ib") and not (suffix == "ib" and not prefix):
+            base = 1000 if suffix == "b" and prefix else 1024
+            size = int(float(number) * base ** _POWERS[prefix])
+            if size >= 1:
+                return size
+    raise InvalidRequestError(
+        "size", f"{value!r} is not a number of bytes above 0", hint="write 4GiB, 512MB or 1000000"
+    )
+
+
+def _size_argument(value: str | int) -> int:
+    # A BadParameter lets typer name the flag or the variable that the value came from.
+    try:
+        return parse_size(value)
+    except InvalidRequestError as error:
+        message = str(error).removeprefix(f"{error.field}: ")
+        raise typer.BadParameter(f"{message}; {error.hint}") from error
+
+
+MODEL_FLAG = Flag(
+    "model_flag",
+    "Model to use; the first argument is then the prompt.",
+    str | None,
+    name="model",
+    short="-m",
+)
+
+ENGINE_FLAGS = (
+    Flag("revision", "Branch, tag or commit of a Hugging Face model.", str | None),
+    Flag("trust_remote_code", "Run Python code that comes with the model.", bool),
+    Flag("dtype", "Type of the weights: auto, float16, bfloat16 or float32.", str),
+    Flag("block_size", "Tokens in one block: 8, 16, 32 or 64.", int),
+    Flag("num_blocks", "Blocks in the pool; overrides --kv-cache-memory.", int | None),
+    Flag(
+        "kv_cache_memory",
+        "Memory for the pool, such as 4GiB.",
+        int | None,
+        parser=_size_argument,
+        metavar="SIZE",
+    ),
+    Flag("gpu_memory_utilization", "Share of memory for weights and pool, up to 1.", float),
+    Flag("max_model_len", "Longest prompt plus output in tokens.", int | None),
+    Flag("max_num_seqs", "Most sequences in one step.", int),
+    Flag("max_num_batched_tokens", "Token budget of one step.", int),
+    Flag("prefill_chunk_size", "Most tokens of one prompt in one step.", int),
+    Flag("enable_prefix_caching", "Share the blocks of equal prompt beginnings.", bool),
+    Flag("kv_cache_dtype", "Type of the pool: auto, float16, bfloat16 or float32.", str),
+    Flag("attention_backend", "auto, gather or reference.", str),
+    Flag("max_overtakes", "How often later requests may pass one that doesn't fit.", int),
+    Flag("max_num_waiting", "Most requests that may wait; no limit unless given.", int | None),
+    Flag("pool_fill", "Fill the pool with this at the start, such as nan; for tests.", float),
+    Flag("check_integrity", "Check every invariant after every step; for tests.", bool),
+)
+
+SAMPLING_FLAGS = (
+    # Greedy, unlike the API's 1.0: a command that is run twice should answer the same.
+    Flag("temperature", "0 takes the most likely token; higher is wilder.", float, 0.0, "temp"),
+    Flag("top_p", "Sample from the likeliest tokens up to this probability.", float),
+    Flag("top_k", "Sample from this many likeliest tokens; 0 is off.", int),
+    Flag("min_p", "Drop tokens less likely than this times the likeliest.", float),
+    Flag("max_tokens", "Most tokens to generate.", int),
+    Flag("min_tokens", "Don't stop before this many.", int),
+    Flag("seed", "Makes sampled output reproducible.", int | None),
+    Flag("n", "Candidate outputs for each prompt.", int),
+    Flag("stop", "End the output before this text; repeatable.", list[str], [], metavar="TEXT"),
+    Flag("ignore_eos", "Go on after the model's end token.", bool),
+)
+
+SHARED_FLAGS = (MODEL_FLAG, *ENGINE_FLAGS, *SAMPLING_FLAGS)
+
+
+def with_engine_and_sampling(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the shared flags.
+
+    The command declares ``ctx``, ``config: EngineConfig``, ``params: SamplingParams`` and
+    ``model_flag`` beside its own parameters; typer sees a parameter for every flag instead.
+    """
+    own = inspect.signature(command, eval_str=True)
+    replaced = ("config", "params", MODEL_FLAG.field)
+    parameters = [p for name, p in own.parameters.items() if name not in replaced]
+    parameters.append(MODEL_FLAG.parameter(None))
+    defaults = {**_defaults(EngineConfig), **_defaults(SamplingParams)}
+    for flag in (*ENGINE_FLAGS, *SAMPLING_FLAGS):
+        default = defaults[flag.field] if flag.default is None else flag.default
+        parameters.append(flag.parameter(default))
+
+    def run(ctx: typer.Context, **values: Any) -> None:
+        config = _build(EngineConfig, ENGINE_FLAGS, values, ctx)
+        params = _build(SamplingParams, SAMPLING_FLAGS, values, ctx)
+        command(ctx, config=config, params=params, **values)
+
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    signature = own.replace(parameters=parameters)
+    run.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    return run
+
+
+def _defaults(cls: type) -> dict[str, object]:
+    return {field.name: field.default for field in dataclasses.fields(cls)}
+
+
+def _build(cls: type, flags: tuple[Flag, ...], values: dict[str, Any], ctx: typer.Context) -> Any:
+    chosen = {flag.field: values.pop(flag.field) for flag in flags}
+    try:
+        return cls(**chosen)
+    except InvalidRequestError as error:
+        named = next((flag for flag in flags if flag.field == error.field), None)
+        if named is None:
+            raise
+        message = str(error).removeprefix(f"{error.field}: ")
+        raise InvalidRequestError(_origin(named, ctx), message, hint=error.hint) from error
+
+
+def _origin(flag: Flag, ctx: typer.Context) -> str:
+    # By its name, since typer keeps the enumeration private.
+    source = getattr(ctx.get_parameter_source(flag.field), "name", "")
+    if source == "ENVIRONMENT":
+        return flag.variable
+    return f"{flag.key} in the config file" if source == "DEFAULT_MAP" else f"--{flag.key}"
+
+
+def config_defaults(settings: Mapping[str, object]) -> dict[str, object]:
+    """Turn a config file's keys into defaults of the commands' parameters.
+
+    Raises:
+        InvalidRequestError: A key that no flag has, or a value of the wrong type.
+    """
+    by_key = {flag.key: flag for flag in SHARED_FLAGS}
+    defaults: dict[str, object] = {}
+    for key, value in settings.items():
+        flag = by_key.get(key.replace("_", "-"))
+        if flag is None:
+            import difflib
+
+            close = difflib.get_close_matches(key, by_key, n=1)
+            raise InvalidRequestError(
+                f"{key} in the config file",
+                "there is no flag of that name",
+                hint=f"did you mean {close[0]}?" if close else "pagedmlx generate --help",
+            )
+        if not _fits(value, flag):
+            raise InvalidRequestError(
+                f"{flag.key} in the config file", f"{value!r} is of the wrong type"
+            )
+        defaults[flag.field] = value
+    return defaults
+
+
+def _fits(value: object, flag: Flag) -> bool:
+    if flag.type == list[str]:
+        return isinstance(value, list) and all(isinstance(item, str) for item in value)
+    if isinstance(value, bool) or flag.type is bool:
+        return isinstance(value, bool) and flag.type is bool
+    if flag.parser is not None:
+        return isinstance(value, int | str)
+    wanted = {float: int | float, str: str, str | None: str}.get(flag.type, int)
+    return isinstance(value, wanted)

@@ -1,0 +1,132 @@
+"""Turns outputs into rows and keeps the file of rows: appended as they come, resumed, repaired."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pagedmlx.errors import InvalidRequestError, PagedMLXError
+
+if TYPE_CHECKING:
+    from pagedmlx.engine.outputs import RequestOutput
+
+Row = dict[str, Any]
+
+
+def output_row(output: RequestOutput) -> Row:
+    """The row of a finished request; an error's row when it was refused or failed."""
+    if output.error is not None:
+        return error_row(output.request_id, output.error)
+    metrics = output.metrics
+    return {
+        "id": output.request_id,
+        "outputs": [
+            {
+                "index": choice.index,
+                "text": choice.text,
+                "finish_reason": choice.finish_reason,
+                "stop_reason": choice.stop_reason,
+                "num_tokens": len(choice.token_ids),
+            }
+            for choice in output.outputs
+        ],
+        "num_prompt_tokens": len(output.prompt_token_ids),
+        "num_cached_tokens": output.num_cached_tokens,
+        "metrics": asdict(metrics) if metrics is not None else None,
+    }
+
+
+def error_row(row_id: str, error: Exception) -> Row:
+    """The row of a request that has no output."""
+    detail = {"type": type(error).__name__, "message": str(error)}
+    hint = getattr(error, "hint", "")
+    return {"id": row_id, "error": {**detail, "hint": hint} if hint else detail}
+
+
+@contextmanager
+def row_file(path: Path) -> Iterator[Callable[[Row], None]]:
+    """Open a file for appending; each row is one whole line and is with the system at once."""
+    with open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
+
+        def write(row: Row) -> None:
+            # One write a row: an interrupt between two leaves no half line.
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            file.flush()
+
+        yield write
+
+
+def check_new(path: Path) -> None:
+    """Refuse to write over a file that has something in it, or where none can be written.
+
+    Raises:
+        InvalidRequestError: It is not empty, or is a folder.
+        PagedMLXError: Its folder can't be written.
+    """
+    if path.is_dir():
+        raise InvalidRequestError("--output", f"{path} is a folder", hint="name a file")
+    if path.is_file() and path.stat().st_size:
+        raise InvalidRequestError(
+            "--output", f"{path} is there already", hint="--resume goes on with it"
+        )
+    _check_writable(path)
+
+
+def resume_rows(path: Path) -> set[str]:
+    """Make a file of rows ready to go on with.
+
+    Complete rows stay; errors, which are to be tried again, and a torn last line are dropped. The
+    file is written anew under another name and renamed, so that it is whole at any time.
+
+    Returns:
+        Ids of the rows that stay.
+
+    Raises:
+        InvalidRequestError: A line in the middle is no row of ours.
+        PagedMLXError: Its folder can't be written.
+    """
+    path = path.resolve()
+    _check_writable(path)
+    if not path.exists():
+        return set()
+    done: set[str] = set()
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with open(handle, "wb") as new, open(path, "rb") as old:
+            for number, line in enumerate(old, 1):
+                row = _row(line)
+                if row is None and line.endswith(b"\n"):
+                    raise InvalidRequestError(
+                        "--resume", f"{path} line {number} is not a row of this command"
+                    )
+                if row is not None and "error" not in row and row["id"] not in done:
+                    done.add(row["id"])
+                    new.write(line if line.endswith(b"\n") else line + b"\n")
+        shutil.copymode(path, name)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+    return done
+
+
+def _row(line: bytes) -> Row | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("id"), str) else None
+
+
+def _check_writable(path: Path) -> None:
+    if not path.parent.is_dir():
+        raise PagedMLXError(f"{path.parent} is not a folder", hint="make it first")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise PagedMLXError(f"{path} can't be written", hint="check permissions")
