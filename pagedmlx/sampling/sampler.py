@@ -87,6 +87,8 @@ class Sampler:
         """
         assert logits.ndim == 2
         assert len(rows) == logits.shape[0]
+        if not rows:
+            return mx.zeros((0,), mx.int32)
         logits = logits.astype(mx.float32)
         tokens = mx.argmax(logits, axis=-1).astype(mx.int32)
         drawn = [index for index, row in enumerate(rows) if not row.params.is_greedy]

@@ -141,6 +141,10 @@ def test_a_broken_row_is_marked_and_its_neighbours_are_not_touched(params: Sampl
     assert tokens[1:] == [INVALID_TOKEN] * 5
 
 
+def test_a_step_in_which_no_row_samples_gives_no_tokens():
+    assert sample(np.zeros((0, VOCABULARY)), []) == []
+
+
 def test_half_precision_logits_give_what_their_float32_values_give():
     for dtype in (mx.float16, mx.bfloat16):
         half = mx.array([LOGITS] * 40).astype(dtype)
