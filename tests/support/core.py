@@ -1,0 +1,329 @@
+"""Drives the core without a model: a ghost memory instead of K and V, a hash instead of logits.
+
+A ghost slot remembers the exact prefix whose K and V it would hold. Every step is checked against
+it, so a block that is shared, copied, freed or written wrongly shows at once.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pagedmlx.config import EngineConfig
+from pagedmlx.core.batch import NO_BLOCK, BatchArrays, GroupArrays, build_batch
+from pagedmlx.core.groups import KVGroup, KVGroupKind
+from pagedmlx.core.kv_manager import KVManager
+from pagedmlx.core.prefix import HashFunction, hash_tokens
+from pagedmlx.core.request import Request
+from pagedmlx.core.sampling_params import SamplingParams
+from pagedmlx.core.scheduler import Scheduler
+from pagedmlx.core.sequence import FinishReason, Sequence
+from pagedmlx.core.step import Step, StepResult
+
+VOCABULARY = 4
+STOP_TOKEN = 3
+
+FULL = KVGroup(KVGroupKind.FULL, (0,))
+WINDOW = KVGroup(KVGroupKind.WINDOW, (1,), window=3)
+
+
+def constant_hash(parent: bytes, token_ids: Iterable[int]) -> bytes:
+    """The worst hash there is: everything collides."""
+    return b"same"
+
+
+def four_bit_hash(parent: bytes, token_ids: Iterable[int]) -> bytes:
+    """Sixteen values: collisions all the time, yet several entries live side by side."""
+    return bytes([hash_tokens(parent, tuple(token_ids))[0] & 15])
+
+
+def make_kv(
+    num_blocks: int = 8,
+    block_size: int = 4,
+    *,
+    groups: tuple[KVGroup, ...] = (FULL,),
+    prefix_caching: bool = True,
+    salts: tuple[str, ...] = (),
+    hash_function: HashFunction = hash_tokens,
+) -> KVManager:
+    return KVManager(
+        groups,
+        (num_blocks,) * len(groups),
+        block_size,
+        enable_prefix_caching=prefix_caching,
+        salts=salts,
+        hash_function=hash_function,
+    )
+
+
+def make_request(
+    prompt: Iterable[int],
+    max_tokens: int = 4,
+    *,
+    request_id: str = "r",
+    n: int = 1,
+    seed: int = 1,
+    priority: int = 0,
+    cache_salt: str = "",
+    min_tokens: int = 0,
+    stop_token_ids: Iterable[int] = (),
+) -> Request:
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=tuple(prompt),
+        params=SamplingParams(n=n, max_tokens=max_tokens, min_tokens=min_tokens),
+        stop_token_ids=frozenset(stop_token_ids),
+        seed=seed,
+        priority=priority,
+        cache_salt=cache_salt,
+    )
+
+
+# A model of four words. Its next token depends on every token before it, and on the seed and the
+# index of the candidate; seed 0 is "greedy": all candidates are equal.
+
+
+def next_token(request: Request, index: int, token_ids: Iterable[int]) -> int:
+    salt = bytes([request.seed % 256, index]) if request.seed else b""
+    return (zlib.crc32(salt + bytes(t % 256 for t in token_ids)) >> 7) % VOCABULARY
+
+
+def ends_with_stop_string(output: list[int]) -> bool:
+    """Stands for a stop string that only the engine can see: two tokens in a row."""
+    return output[-2:] == [2, 1]
+
+
+def solo_output(request: Request, index: int, *, stop_strings: bool = False) -> list[int]:
+    """What a candidate must say, whatever else goes on."""
+    tokens = list(request.prompt_token_ids)
+    output: list[int] = []
+    while len(output) < request.max_output_tokens:
+        token = next_token(request, index, tokens)
+        tokens.append(token)
+        output.append(token)
+        may_stop = len(output) >= request.params.min_tokens
+        if may_stop and token in request.stop_token_ids:
+            break
+        if stop_strings and ends_with_stop_string(output):
+            break
+    return output
+
+
+@dataclass
+class GhostMemory:
+    """Slots of every group, each with the prefix whose K and V it holds.
+
+    Prefixes are interned: (salt, tokens) of any length is one number, and equal numbers are
+    equal prefixes.
+    """
+
+    kv: KVManager
+    slots: list[dict[int, int]] = field(init=False)
+    _interned: dict[tuple[object, int], int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.slots = [{} for _ in self.kv.groups]
+
+    def prefixes(self, sequence: Sequence, count: int) -> list[int]:
+        """The interned prefixes that end at positions 0 to ``count`` - 1."""
+        found: list[int] = []
+        parent: object = sequence.request.cache_salt
+        for token in sequence.token_ids[:count]:
+            parent = self._interned.setdefault((parent, token), len(self._interned))
+            found.append(parent)
+        return found
+
+    def execute(self, step: Step) -> BatchArrays:
+        """Do what a runner does, and check everything that it relies on."""
+        batch = build_batch(step, self.kv.block_size)
+        assert len(batch.groups) == len(self.kv.groups)
+        for group in range(len(batch.groups)):
+            self._copy(group, batch.groups[group])
+            self._write(group, batch, step)
+            self._read(group, batch, step)
+        return batch
+
+    def _copy(self, group: int, arrays: GroupArrays) -> None:
+        size, slots = self.kv.block_size, self.slots[group]
+        assert len(set(arrays.copy_dst.tolist())) == len(arrays.copy_dst)
+        sources = [
+            [slots.get(src * size + offset) for offset in range(size)]
+            for src in arrays.copy_src.tolist()
+        ]
+        for dst, contents in zip(arrays.copy_dst.tolist(), sources, strict=True):
+            for offset, content in enumerate(contents):
+                slots.pop(dst * size + offset, None)
+                if content is not None:
+                    slots[dst * size + offset] = content
+
+    def _write(self, group: int, batch: BatchArrays, step: Step) -> None:
+        mapping = batch.groups[group].slot_mapping.tolist()
+        assert len(set(mapping)) == len(mapping), "two rows of a launch write one slot"
+        row = 0
+        for entry in step.scheduled:
+            prefixes = self.prefixes(entry.sequence, entry.start + entry.num_tokens)
+            for position in range(entry.start, entry.start + entry.num_tokens):
+                table = entry.sequence.block_tables[group]
+                block = table.blocks[position // self.kv.block_size]
+                assert mapping[row] // self.kv.block_size == block.block_id
+                assert block.ref_count == 1, f"{block} is written while shared"
+                assert block.block_hash is None, f"{block} is written while indexed"
+                self.slots[group][mapping[row]] = prefixes[position]
+                row += 1
+        assert row == len(mapping)
+
+    def _read(self, group: int, batch: BatchArrays, step: Step) -> None:
+        size = self.kv.block_size
+        for index, entry in enumerate(step.scheduled):
+            length = entry.start + entry.num_tokens
+            assert batch.context_lens[index] == length
+            row = batch.groups[group].block_tables[index]
+            num_blocks = -(-length // size)
+            assert (row[num_blocks:] == NO_BLOCK).all()
+            positions = np.arange(length)
+            slots = row[positions // size].astype(np.int64) * size + positions % size
+            held = [self.slots[group].get(slot) for slot in slots.tolist()]
+            assert held == self.prefixes(entry.sequence, length), "K and V of another prefix"
+
+
+@dataclass(repr=False)
+class Driver:
+    """Steps a scheduler the way an engine does."""
+
+    kv: KVManager
+    config: EngineConfig
+    stop_strings: bool = False
+    scheduler: Scheduler = field(init=False)
+    ghost: GhostMemory = field(init=False)
+    steps: list[Step] = field(default_factory=list)
+    sequences: list[Sequence] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.scheduler = Scheduler(self.kv, self.config)
+        self.ghost = GhostMemory(self.kv)
+
+    def add(self, request: Request) -> tuple[Sequence, ...]:
+        added = self.scheduler.add_request(request)
+        self.sequences.extend(added)
+        return added
+
+    def step(self, between: Callable[[Step], None] = lambda step: None) -> Step | None:
+        """Schedule, compute, call ``between``, update."""
+        step = self.scheduler.schedule()
+        self.scheduler.check_integrity()
+        if step is None:
+            return None
+        self.check_step(step)
+        self.steps.append(step)
+        batch = self.ghost.execute(step)
+        sampled = {
+            s.seq_id: next_token(s.request, s.index, s.token_ids) for s in batch.sample_sequences
+        }
+        between(step)
+        for sequence in self.scheduler.update(StepResult(step.step_id, sampled)):
+            stopped = self.stop_strings and ends_with_stop_string(sequence.output_token_ids)
+            if stopped and not sequence.is_finished:
+                self.scheduler.finish(sequence, FinishReason.STOP)
+        self.scheduler.check_integrity()
+        return step
+
+    def check_step(self, step: Step) -> None:
+        """What holds for every step."""
+        config = self.config
+        assert 1 <= step.num_tokens <= config.max_num_batched_tokens
+        assert len(step.scheduled) <= config.max_num_seqs
+        ids = [entry.sequence.seq_id for entry in step.scheduled]
+        assert len(set(ids)) == len(ids)
+        assert not set(ids) & set(step.freed), "a step names a freed sequence"
+        assert not set(ids) & set(step.preempted)
+        assert set(step.preempted) <= set(step.freed)
+        single = [entry.num_tokens == 1 for entry in step.scheduled]
+        assert single == sorted(single, reverse=True), "decode rows come first"
+        for entry in step.scheduled:
+            sequence = entry.sequence
+            assert not sequence.is_finished
+            assert 1 <= entry.num_tokens <= config.prefill_chunk_size
+            end = entry.start + entry.num_tokens
+            assert sequence.num_computed_tokens == end <= sequence.num_tokens
+            assert entry.needs_logits == (end == sequence.num_tokens)
+            for table in sequence.block_tables:
+                assert len(table) == -(-end // self.kv.block_size)
+        for sequence in self.scheduler.waiting:
+            assert sequence.num_overtaken <= config.max_overtakes
+
+    def run(self, max_steps: int = 1000) -> int:
+        """Step until nothing is left; fails when that takes more than ``max_steps``."""
+        for count in range(max_steps):
+            if self.step() is None:
+                return count
+        raise AssertionError(f"still not done after {max_steps} steps")
+
+    def check_outputs(self) -> None:
+        """Every output is the one of a solo run; an aborted one is a beginning of it."""
+        for sequence in self.sequences:
+            expected = solo_output(
+                sequence.request, sequence.index, stop_strings=self.stop_strings
+            )
+            output = sequence.output_token_ids
+            if sequence.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+                assert output == expected
+                at_limit = len(output) == sequence.request.max_output_tokens
+                if output[-1] in sequence.request.stop_token_ids or not at_limit:
+                    assert sequence.finish_reason is FinishReason.STOP
+                else:
+                    assert sequence.finish_reason is FinishReason.LENGTH
+            else:
+                assert output == expected[: len(output)]
+
+    def check_empty(self) -> None:
+        """Nothing is held, remembered or awaited when everything has ended."""
+        assert not self.scheduler.running
+        assert not self.scheduler.waiting
+        assert all(sequence.is_finished for sequence in self.sequences)
+        for pool in self.kv.pools:
+            assert pool.num_used_blocks == 0
+            assert pool.num_free_blocks + pool.num_cached_blocks == pool.num_blocks
+        leftovers = (
+            self.scheduler._requests,
+            self.scheduler._in_flight,
+            self.scheduler._waited,
+            self.kv._pending,
+            self.kv._pending_of,
+        )
+        assert not any(leftovers), "bookkeeping of ended requests is left over"
+
+
+def make_driver(
+    num_blocks: int = 8,
+    block_size: int = 4,
+    *,
+    groups: tuple[KVGroup, ...] = (FULL,),
+    prefix_caching: bool = True,
+    hash_function: HashFunction = hash_tokens,
+    stop_strings: bool = False,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 64,
+    prefill_chunk_size: int = 64,
+    max_overtakes: int = 64,
+    max_num_waiting: int | None = None,
+) -> Driver:
+    kv = make_kv(
+        num_blocks,
+        block_size,
+        groups=groups,
+        prefix_caching=prefix_caching,
+        hash_function=hash_function,
+    )
+    config = EngineConfig(
+        block_size=block_size,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        prefill_chunk_size=prefill_chunk_size,
+        enable_prefix_caching=prefix_caching,
+        max_overtakes=max_overtakes,
+        max_num_waiting=max_num_waiting,
+    )
+    return Driver(kv, config, stop_strings=stop_strings)
