@@ -81,3 +81,7 @@ class EngineDeadError(PagedMLXError):
     """The step loop failed; every request in flight has been ended with this error."""
 
     http_status = 503
+
+
+class RequestFailedError(PagedMLXError):
+    """One request's own work failed; the others go on."""

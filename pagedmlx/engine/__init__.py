@@ -1,0 +1,1 @@
+"""The engine: owns model, pool and scheduler, and turns requests into text step by step."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -63,24 +64,26 @@ def probe_model(adapter: ModelAdapter) -> ProbeResult:
     table = np.arange(num_blocks - 1, 0, -1, dtype=np.int32)
     caches = make_prompt_cache(adapter.loaded.model)
 
-    error = 0.0
+    differences: list[float] = []
     chunk = block_size + 1
     _paged_logits(adapter, store, table, prompt[:chunk], 0)
     logits = _paged_logits(adapter, store, table, prompt[chunk:], chunk)
     expected = adapter.last_logits(mx.array(prompt.astype(np.int32)), caches)
-    error = max(error, _difference(logits, expected))
+    differences.append(_difference(logits, expected))
 
     last = (length - 1) // block_size
     source, table[last] = table[last], 0
     for group in range(len(layout.groups)):
         store.copy_blocks(group, np.array([source], np.int32), np.array([0], np.int32))
     for step in range(NUM_DECODES):
-        token = np.array([int(mx.argmax(expected))])
+        token = np.argmax(np.array(expected.astype(mx.float32)), keepdims=True)
         logits = _paged_logits(adapter, store, table, token, length + step)
         expected = adapter.last_logits(mx.array(token.astype(np.int32)), caches)
-        error = max(error, _difference(logits, expected))
+        differences.append(_difference(logits, expected))
 
     tolerance = max(TOLERANCES[adapter.loaded.dtype], TOLERANCES[layout.dtype])
+    # Unlike Python's max, numpy's keeps a NaN.
+    error = float(np.max(differences))
     if not error <= tolerance:
         raise UnsupportedModelError(
             f"{adapter.loaded.model_type}: logits over the paged cache differ from mlx-lm's by "
@@ -134,4 +137,19 @@ def _difference(logits: mx.array, expected: mx.array) -> float:
     """Largest difference as a share of the largest expected logit; NaN stays NaN."""
     logits, expected = logits.astype(mx.float32), expected.astype(mx.float32)
     largest = mx.maximum(mx.max(mx.abs(expected)), 1e-6)
-    return float((mx.max(mx.abs(logits - expected)) / largest).item())
+    share: Any = (mx.max(mx.abs(logits - expected)) / largest).item()
+    return float(share)
+
+
+def run_dummy_chunk(adapter: ModelAdapter, num_rows: int) -> None:
+    """Compute one chunk of a prompt in a pool just large enough, to see what it costs.
+
+    Args:
+        adapter: Of the model to be served.
+        num_rows: Tokens in the chunk.
+    """
+    layout = adapter.layout
+    num_blocks = -(-num_rows // layout.block_size)
+    store = KVStore(layout, (num_blocks,) * len(layout.groups))
+    table = np.arange(num_blocks, dtype=np.int32)
+    _paged_logits(adapter, store, table, np.zeros(num_rows, np.int32), 0)

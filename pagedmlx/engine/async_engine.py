@@ -1,0 +1,147 @@
+"""AsyncEngine: the engine for asyncio programs; it talks to the worker's thread through queues."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from types import TracebackType
+from typing import Any, Self
+
+from pagedmlx.config import EngineConfig
+from pagedmlx.core.stats import EngineStats
+from pagedmlx.engine.load import ProgressCallback, load_engine
+from pagedmlx.engine.outputs import Job, OutputCollector, OutputEvent, RequestOutput
+from pagedmlx.engine.worker import EngineWorker
+
+
+class AsyncEngine:
+    """Many requests at once over one model, for asyncio.
+
+    Make one with ``await AsyncEngine.start(...)``, or use it as ``async with``.
+
+    Args:
+        worker: A loaded worker; this object owns it from now on.
+    """
+
+    def __init__(self, worker: EngineWorker) -> None:
+        self._worker = worker
+
+    @classmethod
+    async def start(
+        cls,
+        config: EngineConfig | None = None,
+        *,
+        on_progress: ProgressCallback | None = None,
+        **settings: Any,
+    ) -> Self:
+        """Load a model and be ready for requests.
+
+        Args:
+            config: All settings; or give them one by one.
+            on_progress: Told what is being loaded, on another thread.
+            settings: Fields of ``EngineConfig``.
+
+        Raises:
+            PagedMLXError: The model can't be loaded or a setting is off.
+        """
+        chosen = config if config is not None else EngineConfig(**settings)
+        return await cls.from_worker(EngineWorker(lambda: load_engine(chosen, on_progress)))
+
+    @classmethod
+    async def from_worker(cls, worker: EngineWorker) -> Self:
+        """Start a worker and wrap it once its engine is loaded."""
+        try:
+            await asyncio.wrap_future(worker.start())
+        except asyncio.CancelledError:
+            worker.close(timeout_s=0.0)
+            raise
+        return cls(worker)
+
+    async def generate(self, job: Job) -> AsyncIterator[RequestOutput]:
+        """Run a request and yield its state each time that one of its outputs grows.
+
+        Ending the iteration early, or cancelling the task, aborts the request.
+
+        Raises:
+            InvalidRequestError: The request can't be served; raised before the first output.
+            EngineDeadError: The engine's loop failed, before or during the request.
+            RequestFailedError: The request itself failed.
+        """
+        loop = asyncio.get_running_loop()
+        events: asyncio.Queue[OutputEvent] = asyncio.Queue()
+        sink = _thread_safe(loop, events)
+        # Tokenizing a long prompt takes a while; the event loop goes on meanwhile.
+        submission = asyncio.create_task(asyncio.to_thread(self._worker.submit, job, sink))
+        request_id: str | None = None
+        collector: OutputCollector | None = None
+        try:
+            prepared = await asyncio.wrap_future(await asyncio.shield(submission))
+            request_id = prepared.request_id
+            collector = OutputCollector(
+                request_id, job.prompt, prepared.prompt_token_ids, prepared.params.n
+            )
+            while not collector.finished:
+                event = await events.get()
+                collector.add(event)
+                if event.error is not None:
+                    raise event.error
+                yield collector.output(event.index)
+        finally:
+            if request_id is None:
+                submission.add_done_callback(self._abort_submitted)
+            elif collector is None or not collector.finished:
+                self._worker.abort(request_id)
+
+    def _abort_submitted(self, submission: asyncio.Task[Any]) -> None:
+        """The caller went away while its job was being tokenized or queued."""
+        if submission.cancelled() or submission.exception() is not None:
+            return
+
+        def abort(future: Any) -> None:
+            if not future.cancelled() and future.exception() is None:
+                self._worker.abort(future.result().request_id)
+
+        submission.result().add_done_callback(abort)
+
+    async def stats(self) -> EngineStats:
+        """A snapshot of all counts, between two steps."""
+        return await asyncio.wrap_future(self._worker.call(self._worker.engine.stats))
+
+    async def check_integrity(self) -> None:
+        """Assert every invariant of the engine, between two steps."""
+        await asyncio.wrap_future(self._worker.call(self._worker.engine.check_integrity))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Lines about how the engine was set up."""
+        return self._worker.engine.notes
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether the step loop is alive."""
+        return self._worker.failure is None
+
+    async def close(self) -> None:
+        """Abort what runs and stop the engine's thread."""
+        await asyncio.to_thread(self._worker.close)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+
+def _thread_safe(
+    loop: asyncio.AbstractEventLoop, events: asyncio.Queue[OutputEvent]
+) -> Callable[[OutputEvent], None]:
+    def sink(event: OutputEvent) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(events.put_nowait, event)
+
+    return sink

@@ -1,0 +1,295 @@
+"""Engine: requests in, output events out, one step at a time, all on one thread."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from pagedmlx.config import EngineConfig
+from pagedmlx.core.request import Request
+from pagedmlx.core.scheduler import Scheduler
+from pagedmlx.core.sequence import FinishReason, Sequence
+from pagedmlx.core.stats import EngineStats
+from pagedmlx.core.step import Step, StepResult
+from pagedmlx.engine.inputs import EngineLimits, PreparedJob, prepare_job
+from pagedmlx.engine.outputs import Job, OutputEvent, RequestMetrics
+from pagedmlx.errors import PagedMLXError, RequestFailedError
+from pagedmlx.text.detokenizer import Detokenizer
+from pagedmlx.text.tokenizer import Tokenizer
+
+INVALID_TOKEN = -1
+"""What the runner returns for a row whose logits were not finite."""
+
+
+class Runner(Protocol):
+    """Carries out steps; the real one is ``ModelRunner``."""
+
+    def run(self, step: Step) -> StepResult:
+        """Compute a step and return the sampled tokens."""
+        ...
+
+    def close(self) -> None:
+        """Give back all memory."""
+        ...
+
+
+@dataclass(slots=True)
+class _Output:
+    """One output's text and what of it has been told."""
+
+    detokenizer: Detokenizer
+    finish_reason: str | None = None
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request in flight."""
+
+    outputs: list[_Output]
+    sequences: tuple[Sequence, ...]
+    arrival_s: float
+    scheduled_s: float | None = None
+    first_token_s: float | None = None
+
+
+class Engine:
+    """Runs requests over one model and one pool.
+
+    Not thread-safe, and bound to the thread that made it: MLX's streams are. ``prepare`` alone
+    may be called from any thread.
+
+    Args:
+        config: Settings.
+        scheduler: Decides what runs.
+        runner: Runs it.
+        tokenizer: The model's.
+        limits: What a request may ask for.
+        block_bytes: Bytes of one block, for statistics.
+        pool_bytes: Bytes of the pool, for statistics.
+        notes: Lines about how the engine was set up, for the user.
+        clock: Seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        scheduler: Scheduler,
+        runner: Runner,
+        tokenizer: Tokenizer,
+        limits: EngineLimits,
+        *,
+        block_bytes: int = 0,
+        pool_bytes: int = 0,
+        notes: tuple[str, ...] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.limits = limits
+        self.notes = notes
+        self._scheduler = scheduler
+        self._runner = runner
+        self._block_bytes = block_bytes
+        self._pool_bytes = pool_bytes
+        self._clock = clock
+        self._live: dict[str, _Live] = {}
+        self._random = random.Random(config.seed)
+
+    def prepare(self, job: Job) -> PreparedJob:
+        """Check and tokenize a job; safe on any thread.
+
+        Raises:
+            InvalidRequestError: A field can't be served; names it and the limit.
+        """
+        return prepare_job(job, self.tokenizer, self.limits)
+
+    def add_request(self, job: Job | PreparedJob) -> str:
+        """Put a request into the waiting queue.
+
+        Returns:
+            Its id.
+
+        Raises:
+            InvalidRequestError: It can never run; nothing has changed.
+            QueueFullError: Too many wait already.
+        """
+        prepared = self.prepare(job) if isinstance(job, Job) else job
+        params = prepared.params
+        request = Request(
+            request_id=prepared.request_id,
+            prompt_token_ids=prepared.prompt_token_ids,
+            params=params,
+            stop_token_ids=prepared.stop_token_ids,
+            seed=self._random.getrandbits(63) if params.seed is None else params.seed,
+            priority=prepared.job.priority,
+            cache_salt=prepared.job.cache_salt,
+        )
+        sequences = self._scheduler.add_request(request)
+        # A chat answer is a text of its own; a completion goes on from its prompt.
+        context = () if prepared.job.messages is not None else prepared.prompt_token_ids
+        self._live[request.request_id] = _Live(
+            outputs=[
+                _Output(Detokenizer(self.tokenizer, params, prompt_token_ids=context))
+                for _ in sequences
+            ],
+            sequences=sequences,
+            arrival_s=prepared.arrival_s if prepared.arrival_s is not None else self._clock(),
+        )
+        return request.request_id
+
+    def abort(self, request_id: str) -> list[OutputEvent]:
+        """End what is left of a request; its blocks are free at once. Unknown ids do nothing."""
+        return [
+            self._end(sequence, FinishReason.ABORT.value)
+            for sequence in self._scheduler.abort(request_id)
+        ]
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any request is in flight."""
+        return self._scheduler.has_unfinished
+
+    def step(self) -> list[OutputEvent]:
+        """Run one step; returns what it added to the outputs, nothing when idle."""
+        step = self._scheduler.schedule()
+        if step is None:
+            return []
+        now = self._clock()
+        for entry in step.scheduled:
+            live = self._live[entry.sequence.request.request_id]
+            if live.scheduled_s is None:
+                live.scheduled_s = now
+        result = self._runner.run(step)
+        events = self._fail_invalid(step, result)
+        for sequence in self._scheduler.update(result):
+            events.append(self._advance(sequence))
+        if self.config.check_integrity:
+            self.check_integrity()
+        return events
+
+    def stats(self) -> EngineStats:
+        """A snapshot of all counts."""
+        return dataclasses.replace(
+            self._scheduler.stats(), block_bytes=self._block_bytes, pool_bytes=self._pool_bytes
+        )
+
+    def check_integrity(self) -> None:
+        """Assert every invariant of scheduler, tables, pools and this engine's records."""
+        self._scheduler.check_integrity()
+        alive = {
+            sequence.request.request_id
+            for sequence in (*self._scheduler.waiting, *self._scheduler.running)
+        }
+        assert self._live.keys() == alive, "records of requests that are not in flight"
+
+    def close(self) -> None:
+        """Give back model and pool; nothing may be called afterwards."""
+        self._runner.close()
+
+    def _fail_invalid(self, step: Step, result: StepResult) -> list[OutputEvent]:
+        events: list[OutputEvent] = []
+        for entry in step.scheduled:
+            sequence = entry.sequence
+            if result.sampled.get(sequence.seq_id) == INVALID_TOKEN:
+                error = RequestFailedError(
+                    f"request {sequence.request.request_id}: the model's logits are not finite",
+                    hint="the weights are damaged or their type is too narrow; try float32",
+                )
+                self._scheduler.finish(sequence, FinishReason.ERROR)
+                events.append(self._end(sequence, FinishReason.ERROR.value, error=error))
+        return events
+
+    def _advance(self, sequence: Sequence) -> OutputEvent:
+        """Turn a sequence's newest token into text and see whether it ends there."""
+        live = self._live[sequence.request.request_id]
+        detokenizer = live.outputs[sequence.index].detokenizer
+        if live.first_token_s is None:
+            live.first_token_s = self._clock()
+        token = sequence.token_ids[-1]
+        try:
+            if sequence.finish_reason is FinishReason.STOP:
+                return self._end(sequence, "stop", token=token, stop_reason=_named(sequence))
+            text = detokenizer.add((token,))
+            if detokenizer.stop_reason is not None:
+                self._scheduler.finish(sequence, FinishReason.STOP)
+            if sequence.is_finished:
+                assert sequence.finish_reason is not None
+                return self._end(sequence, sequence.finish_reason.value, token=token, text=text)
+        except Exception as error:
+            # One request's text must not end the others'.
+            self._scheduler.finish(sequence, FinishReason.ERROR)
+            failure = RequestFailedError(
+                f"request {sequence.request.request_id}: detokenizing failed: {error}"
+            )
+            failure.__cause__ = error
+            return self._end(sequence, FinishReason.ERROR.value, error=failure)
+        return self._event(sequence, text=text, token_ids=(token,))
+
+    def _end(
+        self,
+        sequence: Sequence,
+        reason: str,
+        *,
+        token: int | None = None,
+        text: str = "",
+        stop_reason: str | int | None = None,
+        error: PagedMLXError | None = None,
+    ) -> OutputEvent:
+        """Flush an output's text, drop its record and make its last event."""
+        live = self._live[sequence.request.request_id]
+        output = live.outputs[sequence.index]
+        if error is None:
+            text += output.detokenizer.finish()
+            if output.detokenizer.stop_reason is not None:
+                reason, stop_reason = "stop", output.detokenizer.stop_reason
+        output.finish_reason = reason
+        event = self._event(
+            sequence,
+            text=text,
+            token_ids=() if token is None else (token,),
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            error=error,
+        )
+        if all(each.finish_reason is not None for each in live.outputs):
+            del self._live[sequence.request.request_id]
+        return event
+
+    def _event(
+        self,
+        sequence: Sequence,
+        *,
+        text: str,
+        token_ids: tuple[int, ...],
+        finish_reason: str | None = None,
+        stop_reason: str | int | None = None,
+        error: PagedMLXError | None = None,
+    ) -> OutputEvent:
+        live = self._live[sequence.request.request_id]
+        since = live.arrival_s
+        return OutputEvent(
+            request_id=sequence.request.request_id,
+            index=sequence.index,
+            text=text,
+            token_ids=token_ids,
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+            num_cached_tokens=sequence.num_cached_tokens,
+            metrics=RequestMetrics(
+                queue_s=None if live.scheduled_s is None else live.scheduled_s - since,
+                ttft_s=None if live.first_token_s is None else live.first_token_s - since,
+                total_s=self._clock() - since,
+                num_preemptions=sum(each.num_preemptions for each in live.sequences),
+            ),
+            error=error,
+        )
+
+
+def _named(sequence: Sequence) -> int | None:
+    """The stop token that the request itself named, or None for the model's own."""
+    token = sequence.token_ids[-1]
+    return token if token in sequence.request.params.stop_token_ids else None

@@ -1,0 +1,162 @@
+"""Checks and tokenizes a Job before the engine's thread sees it; safe on any thread."""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+from dataclasses import dataclass
+
+from pagedmlx.core.sampling_params import SamplingParams
+from pagedmlx.engine.outputs import Job
+from pagedmlx.errors import ContextLengthError, InvalidRequestError, PoolTooSmallError
+from pagedmlx.text.tokenizer import Tokenizer
+
+MAX_PRIORITY = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """What one request may ask for.
+
+    Attributes:
+        max_model_len: Prompt plus output, by the model or the user's setting.
+        capacity_tokens: Tokens whose K and V the whole pool holds.
+        block_size: Tokens in one block, for messages.
+        vocab_size: Token ids are below this.
+    """
+
+    max_model_len: int
+    capacity_tokens: int
+    block_size: int
+    vocab_size: int
+
+    @property
+    def max_len(self) -> int:
+        """Longest prompt plus output that can run; the last token needs no slot."""
+        return min(self.max_model_len, self.capacity_tokens + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedJob:
+    """A job that can run.
+
+    Attributes:
+        job: As it came.
+        request_id: Its id, made up if it had none.
+        prompt_token_ids: At least one.
+        params: With ``max_tokens`` resolved to a number.
+        stop_token_ids: Tokens that end an output.
+        arrival_s: When it came, by the engine's clock; None means when it is added.
+    """
+
+    job: Job
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    stop_token_ids: frozenset[int]
+    arrival_s: float | None = None
+
+
+def prepare_job(job: Job, tokenizer: Tokenizer, limits: EngineLimits) -> PreparedJob:
+    """Check every field of a job and tokenize its prompt.
+
+    Raises:
+        InvalidRequestError: A field can't be served; names it and the limit.
+    """
+    _check_fields(job)
+    params = job.sampling_params
+    for token in params.stop_token_ids:
+        _check_token("stop_token_ids", token, limits.vocab_size)
+    token_ids = _tokenize(job, tokenizer, limits.vocab_size)
+    stop_token_ids = frozenset(params.stop_token_ids)
+    if not params.ignore_eos:
+        stop_token_ids |= tokenizer.eos_token_ids
+    return PreparedJob(
+        job=job,
+        request_id=job.request_id or f"req-{uuid.uuid4().hex}",
+        prompt_token_ids=token_ids,
+        params=_with_max_tokens(params, len(token_ids), limits),
+        stop_token_ids=stop_token_ids,
+    )
+
+
+def _check_fields(job: Job) -> None:
+    given = [
+        name
+        for name in ("prompt", "messages", "prompt_token_ids")
+        if getattr(job, name) is not None
+    ]
+    if len(given) != 1:
+        found = " and ".join(given) or "none"
+        raise InvalidRequestError(
+            "prompt", f"exactly one of prompt, messages and prompt_token_ids is needed, not {found}"
+        )
+    if job.prompt is not None and not isinstance(job.prompt, str):
+        raise InvalidRequestError("prompt", f"{type(job.prompt).__name__} is not text")
+    if not isinstance(job.sampling_params, SamplingParams):
+        raise InvalidRequestError("sampling_params", "is not a SamplingParams")
+    for field in ("request_id", "cache_salt"):
+        value = getattr(job, field)
+        if value is not None and not isinstance(value, str):
+            raise InvalidRequestError(field, f"{value!r} is not text")
+    priority = job.priority
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise InvalidRequestError("priority", f"{priority!r} is not a whole number")
+    if abs(priority) > MAX_PRIORITY:
+        raise InvalidRequestError(
+            "priority", f"{priority} must be between {-MAX_PRIORITY} and {MAX_PRIORITY}"
+        )
+
+
+def _tokenize(job: Job, tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
+    if job.messages is not None:
+        return tuple(tokenizer.apply_chat_template(job.messages, **job.chat_template_kwargs))
+    if job.prompt is not None:
+        token_ids = tuple(tokenizer.encode(job.prompt))
+        if not token_ids:
+            raise InvalidRequestError("prompt", "is empty; at least one token is needed")
+        return token_ids
+    assert job.prompt_token_ids is not None
+    token_ids = tuple(job.prompt_token_ids)
+    if not token_ids:
+        raise InvalidRequestError("prompt_token_ids", "is empty; at least one token is needed")
+    for token in token_ids:
+        _check_token("prompt_token_ids", token, vocab_size)
+    return token_ids
+
+
+def _check_token(field: str, token: object, vocab_size: int) -> None:
+    if isinstance(token, bool) or not isinstance(token, int):
+        raise InvalidRequestError(field, f"{token!r} is not a token id")
+    if not 0 <= token < vocab_size:
+        raise InvalidRequestError(field, f"{token} must be at least 0 and below {vocab_size}")
+
+
+def _with_max_tokens(
+    params: SamplingParams, num_prompt_tokens: int, limits: EngineLimits
+) -> SamplingParams:
+    """Resolve ``max_tokens``: an open or huge one is cut to what fits, a definite one is kept.
+
+    A definite number that the context has room for, but the pool doesn't, is left for the
+    scheduler to refuse: an answer must not be cut short for lack of memory unannounced.
+    """
+    if num_prompt_tokens >= limits.max_model_len:
+        raise ContextLengthError(
+            "prompt",
+            f"has {num_prompt_tokens} tokens; the context of {limits.max_model_len} must hold them "
+            "and at least one more",
+            hint="shorten the prompt",
+        )
+    if num_prompt_tokens > limits.capacity_tokens:
+        raise PoolTooSmallError(
+            "prompt",
+            f"has {num_prompt_tokens} tokens, but the whole pool holds {limits.capacity_tokens} "
+            f"({limits.capacity_tokens // limits.block_size} blocks of {limits.block_size})",
+            hint="shorten the prompt or give the pool more memory",
+        )
+    room = limits.max_model_len - num_prompt_tokens
+    max_tokens = params.max_tokens
+    if max_tokens is None or max_tokens >= room:
+        max_tokens = min(room, limits.max_len - num_prompt_tokens)
+    min_tokens = min(params.min_tokens, max_tokens)
+    return dataclasses.replace(params, max_tokens=max_tokens, min_tokens=min_tokens)

@@ -1,0 +1,123 @@
+"""How many blocks the pool gets: from what the user asked and what the device has."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from pagedmlx.config import EngineConfig
+from pagedmlx.errors import InvalidRequestError
+from pagedmlx.kv.layout import KVLayout
+from pagedmlx.models.adapter import ModelAdapter
+from pagedmlx.models.probe import run_dummy_chunk
+
+MAX_DEFAULT_POOL_BYTES = {"cpu": 1 << 30, "gpu": 4 << 30}
+"""Largest pool that is taken unasked: all of it is allocated at the start."""
+
+
+CPU_HEADROOM_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPlan:
+    """The pool's size.
+
+    Attributes:
+        num_blocks: Blocks for each KV group.
+        block_bytes: Bytes of one block over all groups.
+        pool_bytes: Bytes of all blocks.
+        capacity_tokens: Longest sequence that fits when it has the pool to itself.
+    """
+
+    num_blocks: tuple[int, ...]
+    block_bytes: int
+    pool_bytes: int
+    capacity_tokens: int
+
+
+def device_memory_bytes() -> int:
+    """Memory that the default device may use: the working set of a GPU, or physical memory."""
+    if mx.default_device() == mx.Device(mx.gpu):
+        info = mx.device_info()
+        size = info.get("max_recommended_working_set_size") or info.get("memory_size")
+        if size:
+            return int(size)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def measure_headroom(adapter: ModelAdapter, config: EngineConfig) -> int:
+    """Bytes that the largest step needs besides weights and pool, by running one such chunk.
+
+    On the CPU, where that would take seconds and the default pool is small, a fixed amount.
+    """
+    if mx.default_device() != mx.Device(mx.gpu):
+        return CPU_HEADROOM_BYTES
+    if config.num_blocks is not None or config.kv_cache_memory is not None:
+        return 0
+    num_rows = min(config.prefill_chunk_size, config.max_num_batched_tokens)
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    run_dummy_chunk(adapter, num_rows)
+    peak = mx.get_peak_memory() - before
+    mx.clear_cache()
+    return peak * -(-config.max_num_batched_tokens // num_rows)
+
+
+def plan_pool(
+    config: EngineConfig,
+    layout: KVLayout,
+    *,
+    parameter_bytes: int,
+    headroom_bytes: int,
+    device_bytes: int,
+    on_gpu: bool,
+) -> PoolPlan:
+    """Size the pool: ``num_blocks`` if set, else ``kv_cache_memory``, else what is left over.
+
+    Args:
+        config: The user's wishes.
+        layout: What a block costs.
+        parameter_bytes: Size of the weights.
+        headroom_bytes: What a step needs besides weights and pool.
+        device_bytes: What the device may use in all.
+        on_gpu: Which default limit applies.
+
+    Raises:
+        InvalidRequestError: Not even one block fits; names the setting and the numbers.
+    """
+    block_bytes = sum(layout.block_bytes(group) for group in range(len(layout.groups)))
+    if config.num_blocks is not None:
+        num_blocks = config.num_blocks
+        field = "num_blocks"
+    elif config.kv_cache_memory is not None:
+        num_blocks = config.kv_cache_memory // block_bytes
+        field = "kv_cache_memory"
+    else:
+        share = int(device_bytes * config.gpu_memory_utilization)
+        left = share - parameter_bytes - headroom_bytes
+        num_blocks = min(left, MAX_DEFAULT_POOL_BYTES["gpu" if on_gpu else "cpu"]) // block_bytes
+        field = "gpu_memory_utilization"
+    pool_bytes = num_blocks * block_bytes
+    if num_blocks < 1:
+        raise InvalidRequestError(
+            field,
+            f"leaves {max(pool_bytes, 0)} bytes for the pool, but one block takes {block_bytes} "
+            f"(the weights take {parameter_bytes} of {device_bytes})",
+            hint="take a smaller model, or set --kv-cache-memory",
+        )
+    if pool_bytes + parameter_bytes > device_bytes:
+        raise InvalidRequestError(
+            field,
+            f"asks for {pool_bytes} bytes of blocks beside {parameter_bytes} of weights, "
+            f"but the device has {device_bytes}",
+            hint="ask for fewer blocks or less memory",
+        )
+    return PoolPlan(
+        num_blocks=(num_blocks,) * len(layout.groups),
+        block_bytes=block_bytes,
+        pool_bytes=pool_bytes,
+        capacity_tokens=num_blocks * layout.block_size,
+    )

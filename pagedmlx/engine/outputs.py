@@ -1,0 +1,210 @@
+"""What goes into the engine and what comes out: Job, OutputEvent and RequestOutput."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pagedmlx.core.sampling_params import SamplingParams
+from pagedmlx.errors import PagedMLXError
+
+Messages = Sequence[Mapping[str, Any]]
+"""A conversation: objects with ``role`` and ``content``, as in OpenAI's chat API."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request as a caller states it; exactly one of the three prompt forms is given.
+
+    Attributes:
+        prompt: Text to go on from.
+        messages: A conversation, written out by the model's chat template.
+        prompt_token_ids: Token ids to go on from.
+        sampling_params: How to choose tokens and when to stop.
+        request_id: Unique among the requests in flight; None makes one up.
+        priority: Larger is served first.
+        cache_salt: Cached prefixes are shared only among requests of the same salt.
+        chat_template_kwargs: Further variables for the chat template.
+    """
+
+    prompt: str | None = None
+    messages: Messages | None = None
+    prompt_token_ids: Sequence[int] | None = None
+    sampling_params: SamplingParams = field(default_factory=SamplingParams)
+    request_id: str | None = None
+    priority: int = 0
+    cache_salt: str = ""
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """Times and fortunes of one request so far.
+
+    Attributes:
+        queue_s: From arrival until its first tokens were scheduled; None while it waits.
+        ttft_s: From arrival until its first output token; None before that.
+        total_s: From arrival until now, or until its end.
+        num_preemptions: How often its sequences lost their blocks.
+    """
+
+    queue_s: float | None = None
+    ttft_s: float | None = None
+    total_s: float = 0.0
+    num_preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class OutputEvent:
+    """What one step added to one output of a request.
+
+    Attributes:
+        request_id: The request.
+        index: Which of its outputs.
+        text: New text that is safe to show.
+        token_ids: New tokens.
+        finish_reason: ``stop``, ``length``, ``abort`` or ``error`` when the output ended here.
+        stop_reason: The stop string or stop token id that ended it, if one did.
+        num_cached_tokens: Prompt tokens that were not computed, but shared.
+        metrics: Of the whole request.
+        error: Why the output ended with ``error``.
+    """
+
+    request_id: str
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None
+    stop_reason: str | int | None
+    num_cached_tokens: int
+    metrics: RequestMetrics
+    error: PagedMLXError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One of a request's outputs.
+
+    Attributes:
+        index: 0 to n - 1.
+        text: All text so far.
+        delta: What the last step added to it.
+        token_ids: All tokens so far, an end-of-sequence token included.
+        finish_reason: None while it goes on, then ``stop``, ``length``, ``abort`` or ``error``.
+        stop_reason: The stop string or token id that ended it; None for the model's own end.
+    """
+
+    index: int
+    text: str = ""
+    delta: str = ""
+    token_ids: tuple[int, ...] = ()
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """A request's state: its prompt and all its outputs.
+
+    Attributes:
+        request_id: The request.
+        prompt: The prompt's text; None if it came as tokens or messages.
+        prompt_token_ids: The prompt's tokens; empty if it was refused before that.
+        outputs: One entry for each of the n outputs.
+        finished: Whether all of them have ended.
+        num_cached_tokens: Prompt tokens that the first output shared instead of computing them.
+        metrics: Times and preemptions.
+        error: Set when the request was refused or failed; its outputs are what came before.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    outputs: tuple[CompletionOutput, ...]
+    finished: bool
+    num_cached_tokens: int = 0
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    error: PagedMLXError | None = None
+
+
+class OutputCollector:
+    """Adds up a request's events on the caller's side, so that the engine need not.
+
+    Args:
+        request_id: The request.
+        prompt: Its text, if it had one.
+        prompt_token_ids: Its tokens.
+        n: How many outputs it has.
+    """
+
+    def __init__(
+        self, request_id: str, prompt: str | None, prompt_token_ids: tuple[int, ...], n: int
+    ) -> None:
+        self.request_id = request_id
+        self._prompt = prompt
+        self._prompt_token_ids = prompt_token_ids
+        self._texts: list[list[str]] = [[] for _ in range(n)]
+        self._tokens: list[list[int]] = [[] for _ in range(n)]
+        self._last: list[OutputEvent | None] = [None] * n
+        self._num_cached_tokens = 0
+        self._metrics = RequestMetrics()
+        self._error: PagedMLXError | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether every output has ended."""
+        return all(event is not None and event.finish_reason for event in self._last)
+
+    def add(self, event: OutputEvent) -> None:
+        """Take in one event of the request."""
+        self._texts[event.index].append(event.text)
+        self._tokens[event.index].extend(event.token_ids)
+        self._last[event.index] = event
+        self._metrics = event.metrics
+        self._error = self._error or event.error
+        if event.index == 0:
+            self._num_cached_tokens = event.num_cached_tokens
+
+    def output(self, changed: int | None = None) -> RequestOutput:
+        """The request as it stands.
+
+        Args:
+            changed: The output whose last event's text is the ``delta``; the others' are empty.
+        """
+        outputs: list[CompletionOutput] = []
+        for index, last in enumerate(self._last):
+            if len(self._texts[index]) > 1:
+                self._texts[index] = ["".join(self._texts[index])]
+            outputs.append(
+                CompletionOutput(
+                    index=index,
+                    text="".join(self._texts[index]),
+                    delta=last.text if last is not None and index == changed else "",
+                    token_ids=tuple(self._tokens[index]),
+                    finish_reason=last.finish_reason if last is not None else None,
+                    stop_reason=last.stop_reason if last is not None else None,
+                )
+            )
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self._prompt,
+            prompt_token_ids=self._prompt_token_ids,
+            outputs=tuple(outputs),
+            finished=self.finished,
+            num_cached_tokens=self._num_cached_tokens,
+            metrics=self._metrics,
+            error=self._error,
+        )
+
+
+def refused_output(job: Job, request_id: str, error: PagedMLXError) -> RequestOutput:
+    """The output of a request that never ran."""
+    return RequestOutput(
+        request_id=request_id,
+        prompt=job.prompt,
+        prompt_token_ids=(),
+        outputs=(),
+        finished=True,
+        error=error,
+    )

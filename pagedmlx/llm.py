@@ -1,0 +1,285 @@
+"""LLM: the offline Python interface; it runs an engine on a thread and waits for it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any, Self
+
+from pagedmlx.config import EngineConfig
+from pagedmlx.core.sampling_params import SamplingParams
+from pagedmlx.core.stats import EngineStats
+from pagedmlx.engine.load import ProgressCallback, load_engine
+from pagedmlx.engine.outputs import (
+    Job,
+    Messages,
+    OutputCollector,
+    OutputEvent,
+    RequestOutput,
+    refused_output,
+)
+from pagedmlx.engine.worker import EngineWorker
+from pagedmlx.errors import InvalidRequestError, QueueFullError
+
+Prompt = str | Sequence[int]
+"""Text, or token ids."""
+
+
+class LLM:
+    """One model, for as many prompts at a time as its block pool holds.
+
+    Args:
+        model: ``smollm2``, a local folder or GGUF file, or a Hugging Face id.
+        config: All settings at once; then give no others.
+        on_progress: Told what is being loaded; called on another thread.
+        settings: Fields of ``EngineConfig``, one by one.
+
+    Attributes:
+        config: The settings in force.
+        load_notes: Lines about how the engine was set up: device, BLAS, attention, pool.
+
+    Raises:
+        PagedMLXError: The model can't be loaded, or a setting is off.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        config: EngineConfig | None = None,
+        on_progress: ProgressCallback | None = None,
+        **settings: Any,
+    ) -> None:
+        if config is not None and (model is not None or settings):
+            raise InvalidRequestError("config", "give either a config or single settings")
+        if config is None:
+            config = EngineConfig(**settings if model is None else {"model": model, **settings})
+        chosen = config
+        self.config = chosen
+        self._worker = EngineWorker(lambda: load_engine(chosen, on_progress))
+        # Ends the thread before the interpreter takes MLX down under it.
+        self._finalizer = weakref.finalize(self, self._worker.close)
+        try:
+            self._worker.start().result()
+        except BaseException:
+            self._finalizer()
+            raise
+        self.load_notes = list(self._worker.engine.notes)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int = 0,
+    ) -> list[RequestOutput]:
+        """Complete prompts; returns when all are done, in the order given.
+
+        Args:
+            prompts: One or many, as text or token ids.
+            sampling_params: For all, or one each; default ``SamplingParams()``.
+            priority: Larger is served first.
+
+        Raises:
+            InvalidRequestError: A prompt can't be served; none is run then.
+        """
+        listed = [prompts] if _is_single(prompts) else list(prompts)
+        params = _one_each(sampling_params, len(listed))
+        return self._run_all(
+            [
+                Job(
+                    prompt=prompt if isinstance(prompt, str) else None,
+                    prompt_token_ids=None if isinstance(prompt, str) else prompt,
+                    sampling_params=each,
+                    priority=priority,
+                )
+                for prompt, each in zip(listed, params, strict=True)
+            ]
+        )
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int = 0,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or many, written out by the model's chat template.
+
+        Raises:
+            InvalidRequestError: A conversation can't be served; none is run then.
+        """
+        single = bool(messages) and isinstance(messages[0], dict)
+        listed = [messages] if single else list(messages)
+        params = _one_each(sampling_params, len(listed))
+        return self._run_all(
+            [
+                Job(
+                    messages=conversation,  # type: ignore[arg-type]
+                    sampling_params=each,
+                    priority=priority,
+                    chat_template_kwargs=chat_template_kwargs or {},
+                )
+                for conversation, each in zip(listed, params, strict=True)
+            ]
+        )
+
+    def stream(
+        self,
+        prompt_or_messages: Prompt | Messages,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> Iterator[RequestOutput]:
+        """Run one request and yield its state as it grows; leaving the loop aborts it.
+
+        A list of messages is a conversation, anything else a prompt to complete.
+
+        Raises:
+            PagedMLXError: The request is refused or fails.
+        """
+        params = sampling_params or SamplingParams()
+        form = "prompt"
+        if not isinstance(prompt_or_messages, str):
+            first = next(iter(prompt_or_messages), None)
+            form = "messages" if isinstance(first, dict) else "prompt_token_ids"
+        job = Job(
+            **{form: prompt_or_messages},  # type: ignore[arg-type]
+            sampling_params=params,
+            priority=priority,
+            chat_template_kwargs=chat_template_kwargs or {},
+        )
+        events: SimpleQueue[OutputEvent] = SimpleQueue()
+        collector = self._submit(job, events)
+        try:
+            while not collector.finished:
+                event = events.get()
+                collector.add(event)
+                if event.error is not None:
+                    raise event.error
+                yield collector.output(event.index)
+        finally:
+            if not collector.finished:
+                self._worker.abort(collector.request_id)
+
+    def generate_iter(
+        self, jobs: Iterable[Job], *, max_in_flight: int = 256
+    ) -> Iterator[RequestOutput]:
+        """Run any number of jobs in bounded memory, yielding each as it ends.
+
+        Args:
+            jobs: Taken one by one as there is room, on the caller's thread.
+            max_in_flight: How many may be in the engine at a time.
+
+        Yields:
+            Finished outputs, in the order in which they end; one that was refused or failed has
+            its ``error`` set.
+        """
+        events: SimpleQueue[OutputEvent] = SimpleQueue()
+        open_requests: dict[str, OutputCollector] = {}
+        source = iter(jobs)
+        job = next(source, None)
+        try:
+            while job is not None or open_requests:
+                if job is not None and len(open_requests) < max_in_flight:
+                    try:
+                        collector = self._submit(job, events)
+                    except (InvalidRequestError, QueueFullError) as error:
+                        if isinstance(error, InvalidRequestError) or not open_requests:
+                            yield refused_output(job, job.request_id or "", error)
+                            job = next(source, None)
+                            continue
+                    else:
+                        open_requests[collector.request_id] = collector
+                        job = next(source, None)
+                        continue
+                # No room for more: take in what has happened, until a request ends.
+                event = events.get()
+                collector = open_requests[event.request_id]
+                collector.add(event)
+                if collector.finished:
+                    del open_requests[event.request_id]
+                    yield collector.output()
+        finally:
+            for request_id in open_requests:
+                self._worker.abort(request_id)
+
+    def stats(self) -> EngineStats:
+        """A snapshot of all counts, between two steps."""
+        return self._worker.call(self._worker.engine.stats).result()
+
+    def check_integrity(self) -> None:
+        """Assert every invariant of the engine, between two steps.
+
+        Raises:
+            AssertionError: One is broken; that is a fault of pagedmlx.
+        """
+        self._worker.call(self._worker.engine.check_integrity).result()
+
+    def close(self) -> None:
+        """Abort what runs, stop the engine and free its memory; more calls do nothing."""
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _submit(self, job: Job, events: SimpleQueue[OutputEvent]) -> OutputCollector:
+        prepared = self._worker.submit(job, events.put).result()
+        return OutputCollector(
+            prepared.request_id, job.prompt, prepared.prompt_token_ids, prepared.params.n
+        )
+
+    def _run_all(self, jobs: Sequence[Job]) -> list[RequestOutput]:
+        events: SimpleQueue[OutputEvent] = SimpleQueue()
+        collectors: dict[str, OutputCollector] = {}
+        num_open = 0
+        try:
+            for job in jobs:
+                collector = self._submit(job, events)
+                collectors[collector.request_id] = collector
+                num_open += 1
+            while num_open:
+                event = events.get()
+                collector = collectors[event.request_id]
+                collector.add(event)
+                if collector.finished:
+                    num_open -= 1
+        finally:
+            for request_id, collector in collectors.items():
+                if not collector.finished:
+                    self._worker.abort(request_id)
+        outputs = [collector.output() for collector in collectors.values()]
+        failure = next((output.error for output in outputs if output.error is not None), None)
+        if failure is not None:
+            raise failure
+        return outputs
+
+
+def _is_single(prompts: Prompt | Sequence[Prompt]) -> bool:
+    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+
+
+def _one_each(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    if params is None:
+        return [SamplingParams()] * count
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise InvalidRequestError(
+            "sampling_params", f"{len(params)} entries for {count} prompts; give one each or one"
+        )
+    return list(params)
