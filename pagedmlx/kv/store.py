@@ -106,6 +106,26 @@ class KVStore:
             _gather_blocks(self._values[layer], block_tables, order),
         )
 
+    def gather_slots(self, layer: int, slots: mx.array) -> tuple[mx.array, mx.array]:
+        """Read single slots, in any order and as often as named; lazy, like ``gather``.
+
+        Args:
+            layer: The layer to read.
+            slots: (S, N) int64, all within the pool.
+
+        Returns:
+            K (S, num_kv_heads, N, k_head_dim) and V likewise, in the pool's type.
+        """
+        block_size = self.layout.block_size
+        num_heads = self.layout.layers[layer].num_kv_heads
+        heads = mx.arange(num_heads, dtype=slots.dtype)[:, None]
+        if self.layout.order is AxisOrder.HEAD_MAJOR:
+            blocks, offsets = slots // block_size, slots % block_size
+            rows = (blocks * (num_heads * block_size) + offsets)[:, None] + heads * block_size
+        else:
+            rows = (slots * num_heads)[:, None] + heads
+        return _gather_rows(self._keys[layer], rows), _gather_rows(self._values[layer], rows)
+
     def commit(self, *outputs: mx.array) -> None:
         """Evaluate a step's outputs together with every pending write, and wait for both.
 
@@ -143,6 +163,10 @@ def _gather_blocks(pool: mx.array, block_tables: mx.array, order: AxisOrder) -> 
     runs = block_tables[:, None, :] * num_heads + mx.arange(num_heads)[None, :, None]
     blocks = pool.reshape(num_blocks * num_heads, block_size, head_dim)[runs]
     return blocks.reshape(num_seqs, num_heads, width * block_size, head_dim)
+
+
+def _gather_rows(pool: mx.array, rows: mx.array) -> mx.array:
+    return pool.reshape(-1, pool.shape[-1])[rows]
 
 
 def _check_range(what: str, ids: npt.NDArray[np.integer], limit: int) -> None:

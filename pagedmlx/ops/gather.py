@@ -6,20 +6,18 @@ All single-row sequences go together, each prefill chunk goes by itself.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from pagedmlx.core.batch import BatchArrays
+from pagedmlx.core.batch import BatchArrays, Int32Array
 from pagedmlx.kv.store import KVStore
 from pagedmlx.ops.base import AttentionParams, PagedBatch
 from pagedmlx.ops.reference import explicit_attention, visible
 
-MAX_PADDING = 512
-"""Padded tokens per launch of single-row sequences; to read more costs more than a launch."""
+MAX_PADDING = 256
+"""Padded tokens that cost less to read than one more launch does."""
 
 
 class GatherBackend:
@@ -58,68 +56,82 @@ class GatherBackend:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """Sequences that are attended together: any number with one row each, or one with many.
+class _Decodes:
+    """Sequences with one row each.
 
     Attributes:
         rows: Their rows, in the plan's order.
-        block_tables: (S, B) int32; from the first block that a row sees.
-        tokens: The gathered tokens that are kept.
-        dead: (sequences, tokens) indexes of kept tokens that no row sees; None if there are none.
-        seen: Booleans that broadcast to (S, 1, L, N).
-        mask: The same for MLX's attention, in the cheapest form that it takes.
+        slots: (S, N) int64; what is past a sequence's end names its last token's slot, so that
+            no slot is read that holds no live token: a masked NaN would still poison the row.
+        seen: (S, 1, 1, N) booleans, false for what is past the end.
+        mask: ``seen`` where it matters, in the cheapest form that MLX's attention takes.
+    """
+
+    rows: slice
+    slots: mx.array
+    seen: mx.array
+    mask: mx.array | None
+
+    def read(self, store: KVStore, layer: int) -> tuple[mx.array, mx.array]:
+        return store.gather_slots(layer, self.slots)
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """One sequence with many rows.
+
+    Attributes:
+        rows: Its rows.
+        block_tables: (1, B) int32; from the first block that a row sees.
+        tokens: The tokens of those blocks that a row sees.
+        seen: (L, N) booleans.
+        mask: ``seen`` in the cheapest form that MLX's attention takes.
     """
 
     rows: slice
     block_tables: mx.array
     tokens: slice
-    dead: tuple[mx.array, mx.array] | None
     seen: mx.array
-    mask: mx.array | str | None
+    mask: mx.array | str
+
+    def read(self, store: KVStore, layer: int) -> tuple[mx.array, mx.array]:
+        keys, values = store.gather(layer, self.block_tables)
+        return keys[:, :, self.tokens], values[:, :, self.tokens]
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
     """What to gather for one KV group and window; ``order`` sorts the rows by part."""
 
-    parts: tuple[_Part, ...]
+    parts: tuple[_Decodes | _Chunk, ...]
     order: mx.array | None
     inverse: mx.array | None
 
 
 def _make_plan(host: BatchArrays, group: int, window: int | None, block_size: int) -> _Plan:
     tables, ends, starts = host.groups[group].block_tables, host.context_lens, host.query_start_loc
-    # Each sequence's rows see tokens [lows, ends), which are in blocks [firsts, lasts).
-    first_positions = ends - np.diff(starts)
-    lows = np.zeros_like(ends) if window is None else np.maximum(first_positions - window + 1, 0)
-    firsts, lasts = lows // block_size, -(-ends // block_size)
+    # The rows of a sequence compute its tokens [firsts, ends) and see its tokens [lows, ends).
+    firsts = ends - np.diff(starts)
+    lows = np.zeros_like(ends) if window is None else np.maximum(firsts - window + 1, 0)
 
-    parts: list[_Part] = []
+    parts: list[_Decodes | _Chunk] = []
     order = np.arange(host.num_rows)
-    num_decodes = host.num_decodes
-    buckets = split_by_width((lasts - firsts)[:num_decodes], MAX_PADDING // block_size)
+    row = 0
+    buckets = split_by_length((ends - lows)[: host.num_decodes], MAX_PADDING)
     for bucket in buckets:
-        width = int((lasts - firsts)[bucket].max())
-        blocks = firsts[bucket, None] + np.arange(width)
-        inside = blocks < lasts[bucket, None]
-        # Any valid id will do past the end: those tokens are dead.
-        blocks = np.where(inside, tables[bucket[:, None], np.where(inside, blocks, 0)], 0)
-        tokens = firsts[bucket, None] * block_size + np.arange(width * block_size)
-        live = (tokens >= lows[bucket, None]) & (tokens < ends[bucket, None])
-        row = parts[-1].rows.stop if parts else 0
-        parts.append(_decode_part(slice(row, row + len(bucket)), blocks, live))
-    if len(buckets) > 1:
-        order[:num_decodes] = np.concatenate(buckets)
-
-    for index in range(num_decodes, len(ends)):
-        first, low, end = int(firsts[index]), int(lows[index]), int(ends[index])
-        seen = visible(mx.arange(int(first_positions[index]), end), mx.arange(low, end), window)
+        rows = slice(row, row + len(bucket))
+        parts.append(_decodes(rows, tables[bucket], lows[bucket], ends[bucket], block_size))
+        order[rows] = bucket
+        row = rows.stop
+    for index in range(host.num_decodes, len(ends)):
+        low, end = int(lows[index]), int(ends[index])
+        block = low // block_size
+        seen = visible(mx.arange(int(firsts[index]), end), mx.arange(low, end), window)
         parts.append(
-            _Part(
+            _Chunk(
                 rows=slice(int(starts[index]), int(starts[index + 1])),
-                block_tables=mx.array(tables[index, None, first : lasts[index]]),
-                tokens=slice(low - first * block_size, end - first * block_size),
-                dead=None,
+                block_tables=mx.array(tables[index, None, block : -(-end // block_size)]),
+                tokens=slice(low - block * block_size, end - block * block_size),
                 seen=seen,
                 mask="causal" if window is None or end <= window else seen,
             )
@@ -129,42 +141,53 @@ def _make_plan(host: BatchArrays, group: int, window: int | None, block_size: in
     return _Plan(tuple(parts), mx.array(order), mx.array(np.argsort(order)))
 
 
-def _decode_part(rows: slice, blocks: npt.NDArray[np.int32], live: npt.NDArray[Any]) -> _Part:
-    seen = mx.array(live)[:, None, None, :]
-    sequences, tokens = np.nonzero(~live)
-    dead = (mx.array(sequences), mx.array(tokens)) if len(tokens) else None
-    return _Part(
+def _decodes(
+    rows: slice, tables: Int32Array, lows: Int32Array, ends: Int32Array, block_size: int
+) -> _Decodes:
+    lengths = ends - lows
+    tokens = np.minimum(lows[:, None] + np.arange(lengths.max()), ends[:, None] - 1)
+    blocks = np.take_along_axis(tables, tokens // block_size, axis=1).astype(np.int64)
+    seen = mx.arange(tokens.shape[1]) < mx.array(lengths)[:, None]
+    seen = seen[:, None, None, :]
+    return _Decodes(
         rows=rows,
-        block_tables=mx.array(blocks),
-        tokens=slice(None),
-        dead=dead,
+        slots=mx.array(blocks * block_size + tokens % block_size),
         seen=seen,
-        mask=None if dead is None else seen,
+        mask=None if lengths.min() == lengths.max() else seen,
     )
 
 
-def split_by_width(widths: npt.NDArray[np.int32], max_padding: int) -> list[npt.NDArray[np.intp]]:
-    """Split sequences, longest first; no bucket pads by more than ``max_padding`` blocks."""
-    order = np.argsort(-widths, kind="stable")
-    edges, padding = [0], 0
-    for position, width in enumerate(widths[order]):
-        padding += int(widths[order[edges[-1]]] - width)
-        if padding > max_padding:
-            edges.append(position)
-            padding = 0
-    return [np.sort(order[low:high]) for low, high in pairwise([*edges, len(order)]) if low < high]
+def split_by_length(lengths: Int32Array, max_padding: int) -> list[npt.NDArray[np.intp]]:
+    """Split sequences into buckets, the longest first, each to be padded to its longest.
+
+    Args:
+        lengths: Tokens that each sequence reads.
+        max_padding: Most padded tokens in a bucket.
+
+    Returns:
+        Ascending indexes into ``lengths`` for each bucket; every index once.
+    """
+    order = np.argsort(-lengths, kind="stable")
+    buckets: list[list[int]] = []
+    longest = padding = 0
+    for index in order.tolist():
+        length = int(lengths[index])
+        padding += longest - length
+        if not buckets or padding > max_padding:
+            buckets.append([])
+            longest, padding = length, 0
+        buckets[-1].append(index)
+    return [np.sort(bucket) for bucket in buckets]
 
 
 def _attend(
-    queries: mx.array, layer: int, store: KVStore, part: _Part, params: AttentionParams
+    queries: mx.array,
+    layer: int,
+    store: KVStore,
+    part: _Decodes | _Chunk,
+    params: AttentionParams,
 ) -> mx.array:
-    keys, values = store.gather(layer, part.block_tables)
-    keys, values = keys[:, :, part.tokens], values[:, :, part.tokens]
-    if part.dead is not None:
-        # A masked NaN would still reach the output: its weight is 0, and 0 * NaN is NaN.
-        sequences, tokens = part.dead
-        keys[sequences, :, tokens] = 0
-        values[sequences, :, tokens] = 0
+    keys, values = part.read(store, layer)
     num_seqs, num_kv_heads = keys.shape[:2]
     num_rows, num_heads, head_dim = queries.shape
     shaped = queries.reshape(num_seqs, -1, num_heads, head_dim).swapaxes(1, 2)

@@ -38,6 +38,15 @@ def test_rows_come_back_in_the_order_of_the_table(store: KVStore) -> None:
     assert mx.isnan(k[:, :, 6:]).all()
 
 
+def test_single_slots_are_read_in_any_order_and_more_than_once(store: KVStore) -> None:
+    keys, values = _rows(store, 0, 6)
+    store.write(0, keys, values, _slots([20, 21, 22, 23, 8, 9]))
+    k, v = store.gather_slots(0, mx.array([[9, 20], [23, 23]], dtype=mx.int64))
+    for row, tokens in enumerate(([5, 0], [3, 3])):
+        assert mx.array_equal(k[row].swapaxes(0, 1), keys[mx.array(tokens)])
+        assert mx.array_equal(v[row].swapaxes(0, 1), values[mx.array(tokens)])
+
+
 def test_a_write_touches_its_own_slots_and_layer_only(store: KVStore) -> None:
     store.write(0, *_rows(store, 0, 2), _slots([3, 9]))
     everything = mx.arange(6, dtype=mx.int32)[None]

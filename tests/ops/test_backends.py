@@ -96,6 +96,14 @@ def test_unequal_lengths_in_one_batch_come_back_in_their_own_rows(
     make_case(spans).check(backend, AttentionParams(scale=0.3, window=700))
 
 
+@pytest.mark.parametrize("edge", [1024, 4096])
+def test_long_contexts_agree_around_the_lengths_where_gpu_kernels_switch(
+    backend: AttentionBackend, edge: int
+) -> None:
+    spans = [(length - 1, 1) for length in range(edge - 2, edge + 3)]
+    make_case([*spans, (edge - 3, 5)], factor=4).check(backend, PLAIN)
+
+
 def test_a_backend_follows_from_one_batch_to_the_next(backend: AttentionBackend) -> None:
     first, second = make_case(MIXED, seed=1), make_case([(40, 1), (0, 9)], seed=2)
     for case in (first, second, with_fresh_batch(first)):
