@@ -68,9 +68,9 @@ class EngineConfig:
     check_integrity: bool = False
 
     def __post_init__(self) -> None:
-        if self.block_size not in (2, 4, *BLOCK_SIZES):
+        if type(self.block_size) is not int or self.block_size not in (2, 4, *BLOCK_SIZES):
             sizes = ", ".join(map(str, BLOCK_SIZES))
-            raise InvalidRequestError("block_size", f"{self.block_size} must be one of {sizes}")
+            raise InvalidRequestError("block_size", f"{self.block_size!r} must be one of {sizes}")
         if self.kv_cache_dtype in FUTURE_KV_CACHE_DTYPES:
             raise InvalidRequestError(
                 "kv_cache_dtype",
@@ -95,10 +95,10 @@ class EngineConfig:
                 isinstance(value, bool) or not isinstance(value, int) or value < low
             ):
                 raise InvalidRequestError(field, f"{value!r} must be a whole number from {low}")
-        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+        share = self.gpu_memory_utilization
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0.0 < share <= 1.0:
             raise InvalidRequestError(
-                "gpu_memory_utilization",
-                f"{self.gpu_memory_utilization} must be above 0 and at most 1",
+                "gpu_memory_utilization", f"{share!r} must be above 0 and at most 1"
             )
 
 

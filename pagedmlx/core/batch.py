@@ -37,8 +37,9 @@ class GroupArrays:
 
 @dataclass(frozen=True, slots=True)
 class BatchArrays:
-    """One step over S sequences with T rows in all; sequence s owns rows
-    [query_start_loc[s], query_start_loc[s + 1]).
+    """One step over S sequences with T rows in all.
+
+    Sequence s owns the rows [query_start_loc[s], query_start_loc[s + 1]).
 
     Attributes:
         sequences: The S sequences, those with a single row first.
@@ -76,43 +77,36 @@ def build_batch(step: Step, block_size: int) -> BatchArrays:
         block_size: Tokens in one block.
     """
     entries = step.scheduled
+    starts = np.array([entry.start for entry in entries], dtype=np.int32)
     counts = np.array([entry.num_tokens for entry in entries], dtype=np.int32)
     query_start_loc = np.zeros(len(entries) + 1, dtype=np.int32)
     np.cumsum(counts, out=query_start_loc[1:])
-    num_rows = int(query_start_loc[-1])
-    token_ids = np.empty(num_rows, dtype=np.int32)
-    positions = np.empty(num_rows, dtype=np.int32)
-    context_lens = np.empty(len(entries), dtype=np.int32)
-    for index, entry in enumerate(entries):
-        rows = slice(int(query_start_loc[index]), int(query_start_loc[index + 1]))
-        end = entry.start + entry.num_tokens
-        token_ids[rows] = entry.sequence.token_ids[entry.start : end]
-        positions[rows] = np.arange(entry.start, end, dtype=np.int32)
-        context_lens[index] = end
+    # Which of the S sequences each of the T rows belongs to.
+    owners = np.repeat(np.arange(len(entries), dtype=np.int32), counts)
+    rows = np.arange(len(owners), dtype=np.int32)
+    positions = rows - (query_start_loc[:-1] - starts)[owners]
+    token_ids: list[int] = []
+    for entry in entries:
+        token_ids += entry.sequence.token_ids[entry.start : entry.start + entry.num_tokens]
     sampling = [index for index, entry in enumerate(entries) if entry.needs_logits]
     num_groups = len(entries[0].sequence.block_tables) if entries else 0
     return BatchArrays(
         sequences=tuple(entry.sequence for entry in entries),
         num_decodes=int(np.count_nonzero(counts == 1)),
-        token_ids=token_ids,
+        token_ids=np.array(token_ids, dtype=np.int32),
         positions=positions,
         query_start_loc=query_start_loc,
-        context_lens=context_lens,
+        context_lens=starts + counts,
         sample_rows=query_start_loc[1:][sampling] - 1,
         sample_sequences=tuple(entries[index].sequence for index in sampling),
         groups=tuple(
-            _build_group(step, group, block_size, positions, query_start_loc)
-            for group in range(num_groups)
+            _build_group(step, group, block_size, positions, owners) for group in range(num_groups)
         ),
     )
 
 
 def _build_group(
-    step: Step,
-    group: int,
-    block_size: int,
-    positions: Int32Array,
-    query_start_loc: Int32Array,
+    step: Step, group: int, block_size: int, positions: Int32Array, owners: Int32Array
 ) -> GroupArrays:
     tables = [
         entry.sequence.block_tables[group].as_array(
@@ -121,15 +115,12 @@ def _build_group(
         for entry in step.scheduled
     ]
     block_tables = np.full((len(tables), max(map(len, tables))), NO_BLOCK, dtype=np.int32)
-    slot_mapping = np.empty(len(positions), dtype=np.int64)
-    for index, table in enumerate(tables):
-        block_tables[index, : len(table)] = table
-        rows = slice(int(query_start_loc[index]), int(query_start_loc[index + 1]))
-        blocks = table[positions[rows] // block_size].astype(np.int64)
-        slot_mapping[rows] = blocks * block_size + positions[rows] % block_size
+    for row, table in zip(block_tables, tables, strict=True):
+        row[: len(table)] = table
+    blocks = block_tables[owners, positions // block_size].astype(np.int64)
     copies = [copy for copy in step.copies if copy.group == group]
     return GroupArrays(
-        slot_mapping=slot_mapping,
+        slot_mapping=blocks * block_size + positions % block_size,
         block_tables=block_tables,
         copy_src=np.array([copy.src for copy in copies], dtype=np.int32),
         copy_dst=np.array([copy.dst for copy in copies], dtype=np.int32),

@@ -5,6 +5,7 @@ Every change is all or nothing: a method either does its whole work or leaves no
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -192,6 +193,9 @@ class KVManager:
             for index in indexes:
                 old, new = table.replace_shared(index)
                 copies.append(BlockCopy(group, old.block_id, new.block_id))
+            for block in table.blocks[start // self.block_size :]:
+                if block.block_hash is not None:
+                    self._indexes[group].remove(block)  # its known content is about to change
             while len(table) < num_blocks:
                 table.append()
         self.num_copies += len(copies)
@@ -211,8 +215,9 @@ class KVManager:
         root = self._extend_hashes(sequence, num_full)
         for table, prefix_index in zip(sequence.block_tables, self._indexes, strict=True):
             chain = table.entries
-            while chain and not prefix_index.is_live(chain[-1]):
-                chain.pop()
+            # An entry may name another's block, evicted since; nothing is found behind a hole.
+            live = itertools.takewhile(prefix_index.is_live, chain)
+            del chain[sum(1 for _ in live) :]
             for index in range(len(chain), num_full):
                 parent = chain[-1] if chain else None
                 tokens = self._block_tokens(sequence, index)
@@ -230,6 +235,21 @@ class KVManager:
         """The sequence's step has completed, or won't run: nobody need wait for its blocks."""
         for block_hash in self._pending_of.pop(sequence.seq_id, ()):
             self._pending.pop(block_hash, None)
+
+    def truncate(self, sequence: Sequence, num_tokens: int) -> None:
+        """Drop the tokens from ``num_tokens`` on; blocks left without any go back.
+
+        Call it between steps, never while one that computes the sequence is under way.
+        """
+        assert 1 <= num_tokens <= sequence.num_tokens
+        num_computed = min(sequence.num_computed_tokens, num_tokens)
+        num_full = num_tokens // self.block_size
+        del sequence.token_ids[num_tokens:]
+        del sequence.block_hashes[num_full:]
+        sequence.num_computed_tokens = num_computed
+        for table in sequence.block_tables:
+            table.truncate(self.num_blocks_for(num_computed))
+            del table.entries[num_full:]
 
     def release(self, sequence: Sequence) -> None:
         """Give back all blocks of a sequence; what is indexed stays cached."""

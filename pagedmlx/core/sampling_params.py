@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import cast
 
 from pagedmlx.errors import InvalidRequestError
 
@@ -91,17 +93,20 @@ def _check_number(
 
 
 def _stop_strings(value: object) -> tuple[str, ...]:
-    strings = (value,) if isinstance(value, str) else value
-    if strings is None:
+    if value is None:
         return ()
-    if not isinstance(strings, tuple | list):
+    if not isinstance(value, str | tuple | list):
         raise InvalidRequestError("stop", f"{value!r} is not a string or a list of strings")
+    strings = (value,) if isinstance(value, str) else tuple(cast("Iterable[object]", value))
     if len(strings) > MAX_STOP_STRINGS:
         raise InvalidRequestError("stop", f"{len(strings)} strings, at most {MAX_STOP_STRINGS}")
+    kept: dict[str, None] = {}
     for string in strings:
         if not isinstance(string, str):
             raise InvalidRequestError("stop", f"{string!r} is not a string")
-    return tuple(dict.fromkeys(string for string in strings if string))
+        if string:
+            kept[string] = None
+    return tuple(kept)
 
 
 def _token_ids(value: object) -> tuple[int, ...]:
@@ -109,6 +114,7 @@ def _token_ids(value: object) -> tuple[int, ...]:
         return ()
     if not isinstance(value, tuple | list | set | frozenset):
         raise InvalidRequestError("stop_token_ids", f"{value!r} is not a list of token ids")
-    for token in value:
+    tokens = tuple(cast("Iterable[int]", value))
+    for token in tokens:
         _check_int("stop_token_ids", token, 0, None)
-    return tuple(value)
+    return tokens

@@ -39,9 +39,9 @@ class _Plan:
     """A step in the making."""
 
     budget: int
-    entries: dict[int, ScheduledSequence] = field(default_factory=dict)
-    copies: dict[int, list[BlockCopy]] = field(default_factory=dict)
-    preempted: list[int] = field(default_factory=list)
+    entries: dict[int, ScheduledSequence] = field(default_factory=dict[int, ScheduledSequence])
+    copies: dict[int, list[BlockCopy]] = field(default_factory=dict[int, list[BlockCopy]])
+    preempted: list[int] = field(default_factory=list[int])
 
 
 @dataclass(slots=True)
@@ -107,12 +107,15 @@ class Scheduler:
                 "max_tokens",
                 f"{len(request.prompt_token_ids)} prompt tokens and {request.max_output_tokens} "
                 f"output tokens need {self.kv.num_blocks_for(needed)} blocks of "
-                f"{self.kv.block_size}, the pool has {self.kv.capacity_tokens // self.kv.block_size}",
+                f"{self.kv.block_size}, the pool has "
+                f"{self.kv.num_blocks_for(self.kv.capacity_tokens)}",
                 hint="lower max_tokens, shorten the prompt or give the pool more memory",
             )
         limit = self._config.max_num_waiting
-        if limit is not None and len(self.waiting) + request.params.n > limit:
-            raise QueueFullError(f"{len(self.waiting)} sequences wait already, at most {limit} may")
+        if limit is not None:
+            num_waiting = len({sequence.request.request_id for sequence in self.waiting})
+            if num_waiting >= limit:
+                raise QueueFullError(f"{num_waiting} requests wait already, at most {limit} may")
 
     def add_request(self, request: Request) -> tuple[Sequence, ...]:
         """Put a request's sequences into the waiting queue.
@@ -121,7 +124,7 @@ class Scheduler:
             PagedMLXError: As ``check_request`` says; nothing has changed then.
         """
         self.check_request(request)
-        sequences = []
+        sequences: list[Sequence] = []
         for index in range(request.params.n):
             sequences.append(
                 Sequence(
@@ -237,6 +240,9 @@ class Scheduler:
                 break
             if any(s.num_overtaken >= self._config.max_overtakes for s in blocked):
                 break
+            if sequence.seq_id in plan.preempted:
+                blocked.append(sequence)  # a step never both takes a sequence's blocks and runs it
+                continue
             siblings = self._running_siblings(sequence)
             if siblings and not any(self._can_fork(plan, sibling) for sibling in siblings):
                 continue  # the prompt that it will fork from is still being computed

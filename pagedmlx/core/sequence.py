@@ -61,7 +61,7 @@ class Sequence:
     finish_reason: FinishReason | None = None
     num_preemptions: int = 0
     num_overtaken: int = 0
-    block_hashes: list[bytes] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list[bytes])
 
     @property
     def num_tokens(self) -> int:

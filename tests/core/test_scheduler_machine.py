@@ -6,6 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from pagedmlx.core.request import Request
 from pagedmlx.core.step import Step
 from pagedmlx.errors import PoolTooSmallError
 from tests.support.core import Driver
@@ -25,10 +26,13 @@ class SchedulerMachine(RuleBasedStateMachine):
     def start(self, driver: Driver) -> None:
         self.driver = driver
 
-    @rule(data=st.data())
-    def add(self, data: st.DataObject) -> None:
-        request = data.draw(requests(f"r{self.num_requests}"))
-        self.num_requests += 1
+    @rule(data=st.data(), count=st.integers(1, 4))
+    def add(self, data: st.DataObject, count: int) -> None:
+        for _ in range(count):
+            self._add(data.draw(requests(f"r{self.num_requests}")))
+            self.num_requests += 1
+
+    def _add(self, request: Request) -> None:
         needed = len(request.prompt_token_ids) + request.max_output_tokens - 1
         fits = needed <= self.driver.kv.capacity_tokens
         try:

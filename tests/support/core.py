@@ -264,9 +264,7 @@ class Driver:
     def check_outputs(self) -> None:
         """Every output is the one of a solo run; an aborted one is a beginning of it."""
         for sequence in self.sequences:
-            expected = solo_output(
-                sequence.request, sequence.index, stop_strings=self.stop_strings
-            )
+            expected = solo_output(sequence.request, sequence.index, stop_strings=self.stop_strings)
             output = sequence.output_token_ids
             if sequence.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
                 assert output == expected

@@ -58,8 +58,8 @@ def drivers(draw: st.DrawFn) -> Driver:
         prefix_caching=draw(st.sampled_from([True, True, False])),
         hash_function=draw(hash_functions),
         stop_strings=draw(st.booleans()),
-        max_num_seqs=draw(st.sampled_from([1, 2, 4, 8])),
-        max_num_batched_tokens=draw(st.sampled_from([1, 2, 3, 5, 8, 64])),
-        prefill_chunk_size=draw(st.sampled_from([1, 2, 3, 5, 64])),
-        max_overtakes=draw(st.sampled_from([0, 1, 3, 64])),
+        max_num_seqs=draw(st.sampled_from([8, 8, 4, 2, 1])),
+        max_num_batched_tokens=draw(st.sampled_from([64, 12, 8, 5, 3, 2, 1])),
+        prefill_chunk_size=draw(st.sampled_from([64, 5, 4, 3, 2, 1])),
+        max_overtakes=draw(st.sampled_from([64, 3, 1, 0])),
     )
