@@ -85,12 +85,12 @@ class ModelAdapter:
             rows = GroupRows(store, self.backend, batch, index, group.window)
             for layer in group.layers:
                 caches[layer] = TokenRowCache(layer, rows)
-        sample_rows = batch.host.sample_rows
+        sample_rows: list[int] = batch.host.sample_rows.tolist()
         # With no row to sample from, one row goes to the head but is never computed.
-        selected = mx.array(sample_rows if len(sample_rows) else sample_rows.dtype.type([0]))
+        selected = mx.array(sample_rows or [0])
         with self._selection.using(lambda hidden: hidden[selected]):
             logits = self._model(batch.token_ids[:, None], cache=caches)
-        if not len(sample_rows):
+        if not sample_rows:
             return mx.zeros((0, self.vocab_size), dtype=logits.dtype)
         return logits.squeeze(1)
 

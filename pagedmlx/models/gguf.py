@@ -6,6 +6,7 @@ The format is that of the GGUF specification, versions 2 and 3, little endian.
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import struct
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 MAX_ALIGNMENT = 1 << 16
 MAX_DIMS = 4
+MAX_NAME_BYTES = 256
 MAX_DIM = 2**31 - 1
 
 # Bytes of the smallest possible entry: an empty name and a one-byte value, or no dimensions.
@@ -161,12 +163,12 @@ class _Reader:
 
     def __init__(self, data: mmap.mmap, name: str) -> None:
         self.data = data
-        self.name = name
+        self.file_name = name
         self.size = len(data)
         self.position = 0
 
     def fail(self, message: str) -> ModelLoadError:
-        return ModelLoadError(f"{self.name}: {message}", hint=_HINT)
+        return ModelLoadError(f"{self.file_name}: {message}", hint=_HINT)
 
     def take(self, num_bytes: int, what: str) -> int:
         start = self.position
@@ -188,8 +190,14 @@ class _Reader:
     def uint64(self, what: str) -> int:
         return self.numbers("Q", 1, what)[0]
 
-    def string(self, what: str) -> str:
+    def name_of(self, what: str) -> str:
+        """A key or a tensor's name: short, so that it can be shown in a message."""
+        return self.string(what, MAX_NAME_BYTES)
+
+    def string(self, what: str, max_bytes: int | None = None) -> str:
         length = self.uint64(what)
+        if max_bytes is not None and length > max_bytes:
+            raise self.fail(f"{what} has {length} bytes; {max_bytes} are possible")
         start = self.take(length, what)
         try:
             return self.data[start : start + length].decode("utf-8")
@@ -200,11 +208,13 @@ class _Reader:
 def _parse(reader: _Reader) -> GGUFHeader:
     start = reader.take(4, "the magic number")
     if reader.data[start : start + 4] != MAGIC:
-        raise ModelLoadError(f"{reader.name}: not a GGUF file", hint="the first bytes aren't GGUF")
+        raise ModelLoadError(
+            f"{reader.file_name}: not a GGUF file", hint="the first bytes aren't GGUF"
+        )
     version = reader.uint32("the version")
     if version not in VERSIONS:
         raise UnsupportedModelError(
-            f"{reader.name}: GGUF version {version} is not read; only 2 and 3 are",
+            f"{reader.file_name}: GGUF version {version} is not read; only 2 and 3 are",
             hint="convert the model again with a current converter",
         )
     num_tensors = reader.uint64("the tensor count")
@@ -218,7 +228,7 @@ def _parse(reader: _Reader) -> GGUFHeader:
     metadata: dict[str, Any] = {}
     alignment = DEFAULT_ALIGNMENT
     for _ in range(num_metadata):
-        key = reader.string("a metadata key")
+        key = reader.name_of("a metadata key")
         if key in metadata:
             raise reader.fail(f"metadata {key!r} occurs twice")
         kind = reader.uint32(f"the type of {key!r}")
@@ -275,7 +285,7 @@ def _read_scalars(reader: _Reader, kind: int, count: int, key: str) -> list[Any]
 
 
 def _read_tensor(reader: _Reader) -> tuple[str, tuple[int, ...], int, int]:
-    name = reader.string("a tensor's name")
+    name = reader.name_of("a tensor's name")
     what = f"tensor {name!r}"
     num_dims = reader.uint32(what)
     if not 1 <= num_dims <= MAX_DIMS:
@@ -295,7 +305,7 @@ def _check_tensor(
             raise reader.fail(f"tensor {name!r} has the unknown type {type_id}")
         readable = ", ".join(known.name for known in TENSOR_TYPES.values())
         raise UnsupportedModelError(
-            f"{reader.name}: tensor {name!r} is {_OTHER_TYPE_NAMES[type_id]}; "
+            f"{reader.file_name}: tensor {name!r} is {_OTHER_TYPE_NAMES[type_id]}; "
             f"types read here: {readable}",
             hint="use a Q4_0, Q4_1, Q8_0 or F16 file of the model, or its MLX folder",
         )
@@ -318,6 +328,6 @@ def _check_tensor(
 
 def _check_overlap(reader: _Reader, tensors: Mapping[str, TensorInfo]) -> None:
     ordered = sorted(tensors.values(), key=lambda tensor: tensor.offset)
-    for before, after in zip(ordered, ordered[1:], strict=False):
+    for before, after in itertools.pairwise(ordered):
         if before.offset + before.num_bytes > after.offset:
             raise reader.fail(f"tensors {before.name!r} and {after.name!r} overlap")

@@ -44,6 +44,7 @@ class BlockAttention:
         sinks: mx.array | None = None,
         **unknown: Any,
     ) -> mx.array:
+        """Attend; arguments and shapes are those of mlx-lm's function."""
         if hasattr(cache, "attend_blocks") and not unknown and _leaves_masking_to_cache(mask):
             output = cache.attend_blocks(queries, keys, values, scale, sinks)
             if output is not None:
@@ -106,7 +107,8 @@ def install_hook(model: nn.Module) -> HookHandle:
                     bindings.append((namespace, name))
     if not bindings:
         raise UnsupportedModelError(
-            f"{type(model).__module__.rpartition('.')[2]}: the model doesn't use mlx-lm's attention function",
+            f"{type(model).__module__.rpartition('.')[2]}: the model doesn't use mlx-lm's "
+            "attention function",
             hint="it has attention maths of its own, which can't be paged",
         )
     return HookHandle(bindings)

@@ -12,12 +12,11 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from pagedmlx.errors import ModelLoadError, ModelNotFoundError, UnsupportedModelError
 from pagedmlx.models.gguf import read_header
 from pagedmlx.models.gguf_llama import describe
-from pagedmlx.models.weights import cast, dequantize, main_dtype
+from pagedmlx.models.weights import cast_parameters, dequantize, main_dtype, named_parameters
 
 ProgressCallback = Callable[[str, float | None], None]
 """Called with what is being done and the share done, from 0 to 1, or None when unknown."""
@@ -114,7 +113,7 @@ def load_model(
         # Norms are float32 in every GGUF file and would lift all activations to it.
         wanted = main_dtype(model)
     if wanted is not None:
-        cast(model, wanted)
+        cast_parameters(model, wanted)
     parameter_bytes = _evaluate(model, path, report)
     dtype_name = str(wanted or main_dtype(model)).removeprefix("mlx.core.")
     return LoadedModel(
@@ -223,7 +222,7 @@ def _load_gguf(path: Path) -> tuple[nn.Module, dict[str, Any], Mapping[str, Any]
 
 def _evaluate(model: nn.Module, path: Path, report: ProgressCallback) -> int:
     """Bring the weights into memory, a few at a time, and return their size in bytes."""
-    parameters = [array for _, array in tree_flatten(model.parameters())]
+    parameters = [array for _, array in named_parameters(model)]
     total = sum(array.nbytes for array in parameters)
     done = 0
     try:

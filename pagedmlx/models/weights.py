@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from typing import cast
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+
+def named_parameters(model: nn.Module) -> list[tuple[str, mx.array]]:
+    """Every parameter of a model with its dotted name."""
+    return cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
 
 
 def dequantize(model: nn.Module) -> None:
@@ -44,12 +50,12 @@ def _plain_layer(
     return layer
 
 
-def cast(model: nn.Module, dtype: mx.Dtype) -> None:
+def cast_parameters(model: nn.Module, dtype: mx.Dtype) -> None:
     """Cast every floating-point parameter that the model allows to be cast, in place."""
     allowed: Callable[[str], bool] = getattr(model, "cast_predicate", _always)
     parameters = [
         (name, array.astype(dtype))
-        for name, array in tree_flatten(model.parameters())
+        for name, array in named_parameters(model)
         if mx.issubdtype(array.dtype, mx.floating) and allowed(name)
     ]
     model.update(tree_unflatten(parameters))
@@ -62,7 +68,7 @@ def _always(_name: str) -> bool:
 def main_dtype(model: nn.Module) -> mx.Dtype:
     """The floating-point type that most parameters have (scales count, packed integers don't)."""
     sizes: Counter[mx.Dtype] = Counter()
-    for _, array in tree_flatten(model.parameters()):
+    for _, array in named_parameters(model):
         if mx.issubdtype(array.dtype, mx.floating):
             sizes[array.dtype] += array.size
     return sizes.most_common(1)[0][0] if sizes else mx.float32

@@ -1,0 +1,195 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.models import base, llama
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
+
+from pagedmlx.core.groups import KVGroupKind
+from pagedmlx.errors import UnsupportedModelError
+from pagedmlx.kv.layout import LayerShape
+from pagedmlx.models.adapter import ModelAdapter
+from pagedmlx.models.layer_cache import RowLayout
+from pagedmlx.ops import make_backend
+from tests.support.paged_run import PagedRun
+from tests.support.tiny_models import (
+    CONFIGS,
+    REFUSED_CONFIGS,
+    VOCAB_SIZE,
+    WINDOW,
+    build_model,
+    tiny_model,
+)
+
+NAMES = sorted(CONFIGS)
+
+
+def expected_logits(model: Any, tokens: np.ndarray) -> np.ndarray:
+    """mlx-lm's own logits for every position, in one pass over its own caches."""
+    return np.array(model(mx.array(tokens)[None], cache=make_prompt_cache(model))[0])
+
+
+def assert_same(logits: np.ndarray, expected: np.ndarray) -> None:
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4 * np.abs(expected).max())
+    assert (logits.argmax(-1) == expected.argmax(-1)).all()
+
+
+@pytest.fixture(params=NAMES)
+def adapter(request: pytest.FixtureRequest) -> Iterator[ModelAdapter]:
+    with ModelAdapter(tiny_model(request.param), make_backend("auto"), block_size=4) as adapter:
+        yield adapter
+
+
+def test_mixed_steps_over_scattered_blocks_give_mlx_lm_logits(adapter: ModelAdapter) -> None:
+    rng = np.random.default_rng(1)
+    texts = [rng.integers(3, VOCAB_SIZE, length) for length in (23, 40, 31)]
+    expected = [expected_logits(adapter.loaded.model, text) for text in texts]
+    run = PagedRun(adapter, 3, 44)
+
+    # A and B prefill together, C's chunks run beside the others' decodes and beside B's chunks.
+    logits = run.step([(0, texts[0][:20]), (1, texts[1][:17])])
+    assert_same(logits, np.stack([expected[0][19], expected[1][16]]))
+    logits = run.step([(0, texts[0][20:21]), (1, texts[1][17:35]), (2, texts[2][:7])], [0, 2])
+    assert_same(logits, np.stack([expected[0][20], expected[2][6]]))
+    logits = run.step([(1, texts[1][35:36]), (0, texts[0][21:22]), (2, texts[2][7:29])])
+    assert_same(logits, np.stack([expected[1][35], expected[0][21], expected[2][28]]))
+    logits = run.step([(0, texts[0][22:23]), (1, texts[1][36:37]), (2, texts[2][29:30])])
+    assert_same(logits, np.stack([expected[0][22], expected[1][36], expected[2][29]]))
+
+
+def test_a_row_computes_the_same_alone_and_beside_others(adapter: ModelAdapter) -> None:
+    rng = np.random.default_rng(2)
+    texts = [rng.integers(3, VOCAB_SIZE, 18) for _ in range(3)]
+    run = PagedRun(adapter, 6, 20)
+    together = run.step([(index, text) for index, text in enumerate(texts)])
+    alone = [run.step([(index + 3, text)])[0] for index, text in enumerate(texts)]
+    assert_same(together, np.stack(alone))
+
+
+@pytest.mark.parametrize("backend", ["reference", "gather"])
+def test_both_backends_serve_sliding_windows_and_sinks(backend: str) -> None:
+    text = np.random.default_rng(3).integers(3, VOCAB_SIZE, 3 * WINDOW)
+    with ModelAdapter(tiny_model("gpt_oss"), make_backend(backend), block_size=4) as adapter:
+        expected = expected_logits(adapter.loaded.model, text)
+        run = PagedRun(adapter, 1, 40)
+        assert_same(run.step([(0, text[: WINDOW + 5])])[0], expected[WINDOW + 4])
+        for position in range(WINDOW + 5, len(text)):
+            assert_same(run.step([(0, text[position : position + 1])])[0], expected[position])
+
+
+def test_groups_and_shapes_come_from_the_model_itself() -> None:
+    with ModelAdapter(tiny_model("llama_window"), make_backend("auto"), block_size=8) as adapter:
+        window, full = adapter.layout.groups
+        assert (window.kind, window.layers, window.window) == (KVGroupKind.WINDOW, (0, 2), WINDOW)
+        assert (full.kind, full.layers, full.window) == (KVGroupKind.FULL, (1, 3), None)
+        assert adapter.layout.layers == (LayerShape(2, 8, 8),) * 4
+        assert adapter.layout.dtype == "float32"
+        assert adapter.layout.block_size == 8
+        assert adapter.vocab_size == VOCAB_SIZE
+        assert adapter.row_layout is RowLayout.TOKEN_ROWS
+
+
+def test_the_pool_takes_the_dtype_that_is_asked_for() -> None:
+    with ModelAdapter(
+        tiny_model(), make_backend("auto"), block_size=4, kv_cache_dtype="float16"
+    ) as adapter:
+        text = np.random.default_rng(4).integers(3, VOCAB_SIZE, 20)
+        expected = expected_logits(adapter.loaded.model, text)[-1]
+        run = PagedRun(adapter, 1, 20)
+        assert adapter.layout.dtype == "float16"
+        logits = run.step([(0, text)])[0]
+        np.testing.assert_allclose(logits, expected, atol=2e-2 * np.abs(expected).max())
+
+
+def test_a_step_without_sampling_rows_still_writes_the_blocks() -> None:
+    text = np.random.default_rng(5).integers(3, VOCAB_SIZE, 12)
+    with ModelAdapter(tiny_model(), make_backend("auto"), block_size=4) as adapter:
+        run = PagedRun(adapter, 1, 12)
+        assert run.step([(0, text[:10])], sampling=[]).shape == (0, VOCAB_SIZE)
+        expected = expected_logits(adapter.loaded.model, text)[-1]
+        assert_same(run.step([(0, text[10:])])[0], expected)
+
+
+def test_a_long_prompt_never_makes_logits_for_every_position() -> None:
+    vocab_size, length = 32_000, 1_600
+    loaded = tiny_model()
+    config = {**CONFIGS["llama"], "vocab_size": vocab_size, "num_hidden_layers": 1}
+    model = build_model(config)
+    all_logits_bytes = vocab_size * length * 4
+    tokens = np.arange(length) % vocab_size
+
+    def peak_of(work: Any) -> int:
+        mx.clear_cache()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        work()
+        return mx.get_peak_memory() - before
+
+    object.__setattr__(loaded, "model", model)
+    with ModelAdapter(loaded, make_backend("auto"), block_size=16) as adapter:
+        run = PagedRun(adapter, 1, length)
+        assert peak_of(lambda: run.step([(0, tokens)])) < all_logits_bytes / 2
+    # The same measure sees them when they are made.
+    assert peak_of(lambda: mx.eval(model(mx.array(tokens)[None]))) >= all_logits_bytes
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED_CONFIGS))
+def test_models_that_cannot_be_paged_are_refused_by_name(name: str) -> None:
+    loaded = tiny_model(name)
+    with pytest.raises(UnsupportedModelError, match=name):
+        ModelAdapter(loaded, make_backend("auto"))
+
+
+@pytest.mark.parametrize(
+    ("cache", "words"),
+    [
+        (ArraysCache(2), "ArraysCache"),
+        (RotatingKVCache(max_size=8, keep=4), "first 4 tokens"),
+    ],
+)
+def test_kinds_of_cache_that_cannot_be_paged_are_named(cache: Any, words: str) -> None:
+    loaded = tiny_model()
+    loaded.model.make_cache = lambda: [cache, *(KVCache() for _ in range(3))]
+    with pytest.raises(UnsupportedModelError, match=words):
+        ModelAdapter(loaded, make_backend("auto"))
+
+
+def test_a_window_that_the_caches_do_not_know_is_refused() -> None:
+    loaded = tiny_model("llama_window")
+    loaded.model.make_cache = lambda: [KVCache() for _ in range(4)]
+    with pytest.raises(UnsupportedModelError, match=f"window of {WINDOW}"):
+        ModelAdapter(loaded, make_backend("auto"))
+
+
+def test_a_model_without_a_body_of_its_own_is_refused() -> None:
+    class Flat(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = tiny_model().model.layers
+
+        def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+            return inputs
+
+    loaded = tiny_model()
+    object.__setattr__(loaded, "model", Flat())
+    with pytest.raises(UnsupportedModelError, match="body from its head"):
+        ModelAdapter(loaded, make_backend("auto"))
+    assert llama.scaled_dot_product_attention is base.scaled_dot_product_attention
+
+
+def test_a_refusal_or_a_close_leaves_mlx_lm_as_it_was() -> None:
+    original = base.scaled_dot_product_attention
+    loaded = tiny_model()
+    body_class = type(loaded.model.model)
+    adapter = ModelAdapter(loaded, make_backend("auto"), block_size=4)
+    assert llama.scaled_dot_product_attention is not original
+    PagedRun(adapter, 1, 8).step([(0, [5, 6, 7])])
+    assert type(loaded.model.model) is body_class
+    adapter.close()
+    adapter.close()
+    assert llama.scaled_dot_product_attention is original

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.models import base, gemma2, llama, qwen3
+
+from pagedmlx.errors import UnsupportedModelError
+from pagedmlx.models.hook import BlockAttention, install_hook
+from tests.support.tiny_models import tiny_model
+
+ORIGINAL = base.scaled_dot_product_attention
+
+
+class PagedCache:
+    """Takes every call and answers with a mark of its own; or declines."""
+
+    def __init__(self, declines: bool = False) -> None:
+        self.declines = declines
+        self.calls: list[tuple[float, Any]] = []
+
+    def attend_blocks(
+        self, queries: mx.array, keys: mx.array, values: mx.array, scale: float, sinks: Any
+    ) -> mx.array | None:
+        self.calls.append((scale, sinks))
+        return None if self.declines else mx.full(queries.shape, 7.0)
+
+
+def call(cache: Any, mask: Any, **more: Any) -> np.ndarray:
+    rng = np.random.default_rng(0)
+    queries, keys, values = (mx.array(rng.normal(size=(1, 2, 3, 4))) for _ in range(3))
+    attend = llama.scaled_dot_product_attention
+    return np.array(attend(queries, keys, values, cache=cache, scale=0.5, mask=mask, **more))
+
+
+def test_the_hook_binds_the_model_own_modules_and_undo_restores_them() -> None:
+    handle = install_hook(tiny_model("llama").model)
+    assert isinstance(llama.scaled_dot_product_attention, BlockAttention)
+    assert qwen3.scaled_dot_product_attention is ORIGINAL
+    assert base.scaled_dot_product_attention is ORIGINAL
+    handle.undo()
+    assert llama.scaled_dot_product_attention is ORIGINAL
+
+
+def test_two_users_share_one_hook_and_the_last_one_restores() -> None:
+    first = install_hook(tiny_model("llama").model)
+    hook = llama.scaled_dot_product_attention
+    with install_hook(tiny_model("llama_tied").model):
+        assert llama.scaled_dot_product_attention is hook
+        first.undo()
+        first.undo()
+        assert llama.scaled_dot_product_attention is hook
+    assert llama.scaled_dot_product_attention is ORIGINAL
+
+
+def test_nothing_to_rebind_is_an_error_that_names_the_model() -> None:
+    with pytest.raises(UnsupportedModelError, match="gemma2"):
+        install_hook(tiny_model("gemma2").model)
+    with pytest.raises(UnsupportedModelError):
+        install_hook(nn.Linear(2, 2))
+    assert not hasattr(gemma2, "scaled_dot_product_attention")
+
+
+def test_a_name_of_another_spelling_is_found_by_identity() -> None:
+    namespace: dict[str, Any] = {"nn": nn, "attend_under_another_name": ORIGINAL}
+    source = "class Model(nn.Module):\n    def __call__(self, x):\n        return x\n"
+    exec(source, namespace)
+    with install_hook(namespace["Model"]()):
+        assert isinstance(namespace["attend_under_another_name"], BlockAttention)
+    assert namespace["attend_under_another_name"] is ORIGINAL
+
+
+def test_our_cache_attends_on_blocks_for_no_mask_and_boolean_masks() -> None:
+    sinks = mx.zeros(2)
+    with install_hook(tiny_model("llama").model):
+        cache = PagedCache()
+        assert (call(cache, None) == 7.0).all()
+        assert (call(cache, mx.ones((3, 3), dtype=mx.bool_), sinks=sinks) == 7.0).all()
+        assert cache.calls == [(0.5, None), (0.5, sinks)]
+
+
+@pytest.mark.parametrize("mask", [mx.zeros((3, 3)), "causal"])
+def test_other_masks_go_to_mlx_lm_on_the_gathered_arrays(mask: Any) -> None:
+    expected = call(None, mask)
+    with install_hook(tiny_model("llama").model):
+        cache = PagedCache()
+        np.testing.assert_array_equal(call(cache, mask), expected)
+        assert cache.calls == []
+
+
+def test_other_caches_and_declined_calls_go_to_mlx_lm() -> None:
+    expected = call(None, None)
+    with install_hook(tiny_model("llama").model):
+        np.testing.assert_array_equal(call(None, None), expected)
+        np.testing.assert_array_equal(call(object(), None), expected)
+        np.testing.assert_array_equal(call(PagedCache(declines=True), None), expected)
+
+
+def test_arguments_that_the_hook_does_not_know_reach_mlx_lm() -> None:
+    with install_hook(tiny_model("llama").model), pytest.raises(TypeError, match="novelty"):
+        call(PagedCache(), None, novelty=1)
