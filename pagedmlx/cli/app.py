@@ -24,7 +24,7 @@ from pagedmlx.cli.commands.generate import generate
 from pagedmlx.cli.commands.ls import ls
 from pagedmlx.cli.commands.pull import pull
 from pagedmlx.cli.commands.rm import rm
-from pagedmlx.cli.options import config_defaults, with_engine_and_sampling
+from pagedmlx.cli.options import config_defaults, origin, with_engine_and_sampling
 from pagedmlx.cli.settings import read_config_file
 from pagedmlx.errors import InvalidRequestError, PagedMLXError
 
@@ -120,10 +120,7 @@ def _report(error: Exception) -> int:
         case PagedMLXError():
             render.error(str(error), error.hint)
         case TyperException():
-            ctx = getattr(error, "ctx", None)
-            where = ctx.command_path if ctx is not None else "pagedmlx"
-            render.error(error.format_message(), f"{where} --help")
-            return 2
+            return _report_usage(error)
         case ImportError() if (error.name or "").startswith("mlx") or "libmlx" in str(error):
             render.error(
                 f"MLX can't be loaded: {error}",
@@ -138,6 +135,17 @@ def _report(error: Exception) -> int:
                 "this is a fault of pagedmlx; please report it with what --debug shows",
             )
     return 1
+
+
+def _report_usage(error: TyperException) -> int:
+    message = error.format_message()
+    ctx, param = getattr(error, "ctx", None), getattr(error, "param", None)
+    if isinstance(error, typer.BadParameter) and ctx is not None and param is not None:
+        name = origin(param.name, ctx)
+        message = f"{name}: {error.message}" if name else message
+    where = ctx.command_path if ctx is not None else "pagedmlx"
+    render.error(message, f"{where} --help")
+    return 2
 
 
 @contextmanager

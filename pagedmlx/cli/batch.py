@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import typer
 
 from pagedmlx.cli import render
-from pagedmlx.cli.model import build_prompt, open_llm
+from pagedmlx.cli.model import build_prompt, has_chat_template, open_llm
 from pagedmlx.cli.prompts import BadLine, Prompt, read_prompts
 from pagedmlx.cli.results import Row, check_new, error_row, output_row, resume_rows, row_file
 from pagedmlx.cli.summary import summarize, summary_line, write_summary
@@ -21,7 +21,8 @@ from pagedmlx.core.sampling_params import SamplingParams
 from pagedmlx.errors import InvalidRequestError
 
 if TYPE_CHECKING:
-    from pagedmlx.llm import LLM, Job
+    from pagedmlx.engine.outputs import Job
+    from pagedmlx.llm import LLM
 
 
 def run_batch(
@@ -107,6 +108,7 @@ class _Batch:
         self.started = time.perf_counter()
         self._llm, self._write, self._meter = llm, write, meter
         self._total, self._raw, self._system = total, raw, system
+        self._has_template = has_chat_template(llm)
         self._lines: dict[str, int] = {}
 
     def run(self, items: Iterator[Prompt | BadLine]) -> None:
@@ -116,7 +118,7 @@ class _Batch:
             self._finish(row, self._lines.pop(finished.request_id))
 
     def _jobs(self, items: Iterator[Prompt | BadLine]) -> Iterator[Job]:
-        from pagedmlx.llm import Job
+        from pagedmlx.engine.outputs import Job
 
         for item in items:
             try:
@@ -124,16 +126,14 @@ class _Batch:
                     raise item.error
                 if item.system is None and item.prompt is not None:
                     item = item.with_system(self._system)
-                form = build_prompt(item, has_template=self._llm.has_chat_template, raw=self._raw)
+                field, value = build_prompt(item, has_template=self._has_template, raw=self._raw)
             except InvalidRequestError as error:
                 self._finish(error_row(item.id, error), item.line)
                 continue
             self._lines[item.id] = item.line
             yield Job(
                 request_id=item.id,
-                prompt=form if isinstance(form, str) else None,
-                messages=form if isinstance(form, list) else None,
-                prompt_token_ids=item.prompt_token_ids,
+                **{field: value},
                 sampling_params=item.params,
                 priority=item.priority,
                 cache_salt=item.cache_salt,

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from pagedmlx import hub
 from pagedmlx.cli import render
 from pagedmlx.cli.prompts import Prompt
 from pagedmlx.config import EngineConfig
@@ -19,6 +18,8 @@ if TYPE_CHECKING:
 @contextmanager
 def open_llm(config: EngineConfig, *, quiet: bool) -> Iterator[LLM]:
     """Find, load and at the end close a model; the stages show on stderr."""
+    from pagedmlx import hub
+
     # Before MLX is imported, so that a wrong name is told at once.
     tell = render.once_each()
     hub.resolve(
@@ -27,7 +28,7 @@ def open_llm(config: EngineConfig, *, quiet: bool) -> Iterator[LLM]:
     from pagedmlx.llm import LLM
 
     with render.meter(shown=not quiet) as meter:
-        llm = LLM(model=config.model, config=config, on_progress=meter.stage)
+        llm = LLM(config=config, on_progress=meter.stage)
     with llm:
         if not quiet:
             for note in llm.load_notes:
@@ -35,23 +36,31 @@ def open_llm(config: EngineConfig, *, quiet: bool) -> Iterator[LLM]:
         yield llm
 
 
-def build_prompt(
-    prompt: Prompt, *, has_template: bool, raw: bool
-) -> str | list[dict[str, Any]] | None:
-    """Text for a bare completion, messages for the chat template, None for token ids.
+def has_chat_template(llm: LLM) -> bool:
+    """Whether the model came with a chat template."""
+    # LLM has no public word for it; this is the only place that looks behind it.
+    return llm._worker.engine.tokenizer.has_chat_template
+
+
+def build_prompt(prompt: Prompt, *, has_template: bool, raw: bool) -> tuple[str, Any]:
+    """The field of a Job that the prompt goes into, and its value.
+
+    Returns:
+        ``messages`` for the chat template, ``prompt`` for a bare completion, or
+        ``prompt_token_ids``, which are taken as they are.
 
     Raises:
         InvalidRequestError: It needs a chat template, and there is none or ``raw`` is set.
     """
     if prompt.prompt_token_ids is not None:
-        return None
+        return "prompt_token_ids", prompt.prompt_token_ids
     if has_template and not raw:
         if prompt.messages is not None:
-            return prompt.messages
+            return "messages", prompt.messages
         system = [{"role": "system", "content": prompt.system}] if prompt.system else []
-        return [*system, {"role": "user", "content": prompt.prompt}]
+        return "messages", [*system, {"role": "user", "content": prompt.prompt}]
     needs = "messages" if prompt.messages is not None else "system" if prompt.system else None
     if needs:
         reason = "--raw turns it off" if raw else "this model has none"
         raise InvalidRequestError(needs, f"needs a chat template, and {reason}")
-    return prompt.prompt
+    return "prompt", prompt.prompt

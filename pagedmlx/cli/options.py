@@ -60,13 +60,16 @@ class Flag:
     def parameter(self, default: object) -> inspect.Parameter:
         """The command's parameter, as typer reads it."""
         long = f"--{self.key}/--no-{self.key}" if self.type is bool else f"--{self.key}"
+        # Parsers of our own for numbers too: typer's messages leave the value out.
+        number = {int: ("N", _whole_number), float: ("X", _number)}.get(_plain(self.type))
+        metavar, parser = number if number and not self.parser else (self.metavar, self.parser)
         option = typer.Option(
             *(name for name in (long, self.short) if name),
             envvar=self.variable,
             show_envvar=False,
             help=self.help,
-            parser=self.parser,
-            metavar=self.metavar,
+            parser=parser,
+            metavar=metavar,
             show_default=default is not None and default != [],
         )
         return inspect.Parameter(
@@ -97,8 +100,25 @@ def parse_size(value: str | int) -> int:
     )
 
 
+def _plain(kind: Any) -> Any:
+    return {int | None: int, str | None: str}.get(kind, kind)
+
+
+def _whole_number(value: str | int) -> int:
+    try:
+        return int(value)
+    except ValueError as error:
+        raise typer.BadParameter(f"{value!r} is not a whole number") from error
+
+
+def _number(value: str | float) -> float:
+    try:
+        return float(value)
+    except ValueError as error:
+        raise typer.BadParameter(f"{value!r} is not a number") from error
+
+
 def _size_argument(value: str | int) -> int:
-    # A BadParameter lets typer name the flag or the variable that the value came from.
     try:
         return parse_size(value)
     except InvalidRequestError as error:
@@ -194,16 +214,28 @@ def _build(cls: type, flags: tuple[Flag, ...], values: dict[str, Any], ctx: type
     try:
         return cls(**chosen)
     except InvalidRequestError as error:
-        named = next((flag for flag in flags if flag.field == error.field), None)
-        if named is None:
+        name = origin(error.field, ctx)
+        if name is None:
             raise
         message = str(error).removeprefix(f"{error.field}: ")
-        raise InvalidRequestError(_origin(named, ctx), message, hint=error.hint) from error
+        raise InvalidRequestError(name, message, hint=error.hint) from error
 
 
-def _origin(flag: Flag, ctx: typer.Context) -> str:
+def origin(field: str, ctx: typer.Context) -> str | None:
+    """Where a setting came from, as the user wrote it: a flag, a variable or a key.
+
+    Args:
+        field: The setting.
+        ctx: Of the command that has it.
+
+    Returns:
+        None when no shared flag fills that setting.
+    """
+    flag = next((flag for flag in SHARED_FLAGS if flag.field == field), None)
+    if flag is None:
+        return None
     # By its name, since typer keeps the enumeration private.
-    source = getattr(ctx.get_parameter_source(flag.field), "name", "")
+    source = getattr(ctx.get_parameter_source(field), "name", "")
     if source == "ENVIRONMENT":
         return flag.variable
     return f"{flag.key} in the config file" if source == "DEFAULT_MAP" else f"--{flag.key}"
@@ -243,5 +275,5 @@ def _fits(value: object, flag: Flag) -> bool:
         return isinstance(value, bool) and flag.type is bool
     if flag.parser is not None:
         return isinstance(value, int | str)
-    wanted = {float: int | float, str: str, str | None: str}.get(flag.type, int)
+    wanted = {float: int | float, str: str, int: int}[_plain(flag.type)]
     return isinstance(value, wanted)

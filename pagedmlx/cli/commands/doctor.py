@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import platform
 from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
-from pagedmlx import __version__, hub
+from pagedmlx import __version__
 from pagedmlx.cli import render
 from pagedmlx.cli.settings import config_file
-from pagedmlx.embedded import cache_folder
 
 _PACKAGES = ("mlx", "mlx-lm", "transformers", "tokenizers", "huggingface-hub", "numpy")
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False) -> None:
     """Show the device, its limits, versions, and what doesn't work here and why."""
+    import platform
+
+    from pagedmlx import hub
+    from pagedmlx.embedded import cache_folder
     from pagedmlx.engine.diagnosis import diagnose
 
     found = diagnose()
@@ -62,6 +63,8 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] 
 
 
 def _version(name: str) -> str:
+    import importlib.metadata
+
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

@@ -11,7 +11,7 @@ import typer
 
 from pagedmlx.cli import render
 from pagedmlx.cli.batch import run_batch
-from pagedmlx.cli.model import build_prompt, open_llm
+from pagedmlx.cli.model import build_prompt, has_chat_template, open_llm
 from pagedmlx.cli.prompts import Prompt, check_prompt
 from pagedmlx.cli.results import output_row
 from pagedmlx.cli.summary import summarize, summary_line, write_summary
@@ -94,7 +94,7 @@ def _model_and_prompt(
     # By its name, since typer keeps the enumeration private.
     typed = getattr(ctx.get_parameter_source("model_flag"), "name", "") == "COMMANDLINE"
     if flag is None or (first is not None and not typed and (second is not None or has_file)):
-        return first or EngineConfig().model, second
+        return EngineConfig().model if first is None else first, second
     if second is not None:
         raise InvalidRequestError(
             "PROMPT", f"{second!r} is one too many: --model is given", hint="quote the prompt"
@@ -130,14 +130,13 @@ def _run_one(
     quiet: bool,
 ) -> None:
     with open_llm(config, quiet=quiet) as llm:
-        prompt = build_prompt(request, has_template=llm.has_chat_template, raw=raw)
-        if not (raw or quiet or llm.has_chat_template):
+        has_template = has_chat_template(llm)
+        _, prompt = build_prompt(request, has_template=has_template, raw=raw)
+        if not (raw or quiet or has_template):
             render.notice("this model has no chat template: the bare prompt is completed")
         streams = not as_json and request.params.n == 1
         last = None
         for last in llm.stream(prompt, request.params):
-            if last.error is not None:
-                raise last.error
             if streams:
                 render.text(last.outputs[0].delta, end="")
         if last is None:
@@ -155,4 +154,4 @@ def _run_one(
         if stats_json:
             write_summary(summary, stats_json)
         if not quiet:
-            render.notice(summary_line(summary, first_token_s=last.metrics.ttft_s))
+            render.notice(summary_line(summary, first_token_s=last.metrics.ttft_s or 0.0))

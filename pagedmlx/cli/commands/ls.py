@@ -6,12 +6,13 @@ from typing import Annotated
 
 import typer
 
-from pagedmlx import hub
 from pagedmlx.cli import render
 
 
 def ls(as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False) -> None:
     """List the models that are on this machine."""
+    from pagedmlx import hub
+
     models = hub.list_models()
     if as_json:
         render.json_document(

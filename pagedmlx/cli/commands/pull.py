@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 
-from pagedmlx import hub
 from pagedmlx.cli import render
 
 
@@ -18,6 +17,8 @@ def pull(
     as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
 ) -> None:
     """Fetch a model, unless it is here already."""
+    from pagedmlx import hub
+
     with render.meter(shown=model == hub.EMBEDDED_MODEL) as meter:
         tell = render.once_each()
 

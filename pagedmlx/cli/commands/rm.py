@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from pagedmlx import hub
 from pagedmlx.cli import render
 
 
@@ -17,6 +16,8 @@ def rm(
     as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
 ) -> None:
     """Delete a model from its cache; other programs may use that cache too."""
+    from pagedmlx import hub
+
     if not yes and sys.stdin.isatty() and not typer.confirm(f"Delete {model}?", err=True):
         raise typer.Exit(1)
     freed = hub.remove(model)
