@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pagedmlx.errors import InvalidRequestError
@@ -11,43 +11,12 @@ from pagedmlx.errors import InvalidRequestError
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
-class ToolArguments(dict[str, Any]):
-    """Arguments of a tool call: a mapping that reads as its JSON text wherever text is wanted.
-
-    Some templates walk through the arguments, others write them out; this suits both. Text that
-    isn't a JSON object is kept as it came, under the key ``arguments``.
-    """
-
-    def __init__(self, arguments: str | Mapping[str, Any]) -> None:
-        if isinstance(arguments, str):
-            super().__init__(_parse_arguments(arguments))
-            self._text = arguments if arguments.strip() else "{}"
-        else:
-            super().__init__(arguments)
-            self._text = json.dumps(dict(arguments), ensure_ascii=False)
-
-    def mapped(self, change: Callable[[Any], Any]) -> ToolArguments:
-        """A copy with every string changed, in the mapping and in the text."""
-        copy = ToolArguments(change(dict(self)))
-        copy._text = change(self._text)
-        return copy
-
-    def __str__(self) -> str:
-        return self._text
-
-    def __add__(self, other: str) -> str:
-        return self._text + other
-
-    def __radd__(self, other: str) -> str:
-        return other + self._text
-
-
 def normalize_messages(messages: object) -> list[dict[str, Any]]:
     """Check a conversation and return it as templates expect it.
 
     The role ``developer`` becomes ``system``; content given as text parts becomes their joined
-    text; the null content of an assistant's tool calls becomes the empty string; other keys are
-    kept. The input isn't changed.
+    text; the null content of an assistant's tool calls becomes the empty string, and the calls'
+    arguments become JSON text; other keys are kept. The input isn't changed.
 
     Raises:
         InvalidRequestError: No messages, an unknown role, or content that isn't text.
@@ -61,6 +30,32 @@ def normalize_messages(messages: object) -> list[dict[str, Any]]:
     if not messages:
         raise InvalidRequestError("messages", "the list is empty, at least one is needed")
     return [_normalize(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def with_parsed_arguments(conversation: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A normalized conversation with the arguments of tool calls as mappings.
+
+    Text that isn't a JSON object is kept as it came, under the key ``arguments``.
+    """
+    return [
+        {**message, "tool_calls": [_parsed(call) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else dict(message)
+        for message in conversation
+    ]
+
+
+def _parsed(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": _parse(function["arguments"])}}
+
+
+def _parse(text: str) -> dict[str, Any]:
+    try:
+        arguments = json.loads(text)
+    except (ValueError, RecursionError):
+        arguments = None
+    return arguments if isinstance(arguments, dict) else {"arguments": text}
 
 
 def _normalize(message: object, where: str) -> dict[str, Any]:
@@ -118,23 +113,18 @@ def _tool_call(call: object, where: str) -> dict[str, Any]:
     name = function.get("name")
     if not isinstance(name, str) or not name:
         raise InvalidRequestError(f"{where}.function.name", f"{name!r} is not a name")
-    arguments = function.get("arguments")
-    if arguments is not None and not isinstance(arguments, str | Mapping):
-        raise InvalidRequestError(
-            f"{where}.function.arguments", f"{_kind(arguments)} instead of JSON text or an object"
-        )
-    arguments = ToolArguments({} if arguments is None else arguments)
-    return {**call, "function": {**function, "arguments": arguments}}
+    text = _argument_text(function.get("arguments"), f"{where}.function.arguments")
+    return {**call, "function": {**function, "arguments": text}}
 
 
-def _parse_arguments(text: str) -> dict[str, Any]:
-    if not text.strip():
-        return {}
-    try:
-        arguments = json.loads(text)
-    except (ValueError, RecursionError):
-        arguments = None
-    return arguments if isinstance(arguments, dict) else {"arguments": text}
+def _argument_text(arguments: object, where: str) -> str:
+    if arguments is None:
+        return "{}"
+    if isinstance(arguments, Mapping):
+        return json.dumps(dict(arguments), ensure_ascii=False)
+    if not isinstance(arguments, str):
+        raise InvalidRequestError(where, f"{_kind(arguments)} instead of JSON text or an object")
+    return arguments if arguments.strip() else "{}"
 
 
 def _kind(value: object) -> str:

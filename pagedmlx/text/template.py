@@ -7,16 +7,19 @@ conversation can't pose as the template's own control tokens: see ``RenderedChat
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from pagedmlx.errors import InvalidRequestError
-from pagedmlx.text.messages import ToolArguments, normalize_messages
+from pagedmlx.text.messages import normalize_messages, with_parsed_arguments
 
 _GUARD = "\ufdd0"  # a Unicode noncharacter: no ordinary text contains it
-_OPEN_KWARGS = frozenset({"tools", "documents"})
+_OPEN_PARAMETERS = frozenset({"tools", "documents"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,26 +63,52 @@ def render_chat(
             reason) or leaves one out, or a variable's name is taken.
     """
     conversation = normalize_messages(messages)
-    taken = inspect.signature(apply_template).parameters.keys() - _OPEN_KWARGS
+    taken = inspect.signature(apply_template).parameters.keys() - _OPEN_PARAMETERS
     for name in template_kwargs:
         if name in taken or name in ("messages", "self"):
             raise InvalidRequestError("chat_template_kwargs", f"{name!r} can't be set here")
+    render = partial(
+        apply_template,
+        tokenize=False,
+        add_generation_prompt=add_generation_prompt,
+        **template_kwargs,
+    )
     guard, conversation = _guard(conversation, special_tokens)
+    text = _render(render, conversation)
+    _check_complete(conversation, text)
+    return RenderedChat(tuple(text.split(guard)))
+
+
+def _render(render: Callable[..., str], conversation: list[dict[str, Any]]) -> str:
+    """Render; some templates walk through the arguments of a tool call, others write them out."""
+    if not any(message.get("tool_calls") for message in conversation):
+        return _try(render, conversation)
+    parsed = with_parsed_arguments(conversation)
     try:
-        text = apply_template(
-            conversation,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            **template_kwargs,
-        )
+        text = _try(render, parsed)
+    except InvalidRequestError:
+        return _try(render, conversation)
+    values = [call["function"]["arguments"] for m in parsed for call in m.get("tool_calls", ())]
+    if any(_is_python(value, text) for value in values):
+        with suppress(InvalidRequestError):
+            return _try(render, conversation)
+    return text
+
+
+def _is_python(value: dict[str, Any], text: str) -> bool:
+    """Whether a mapping was written into the text as Python has it, which isn't JSON."""
+    return str(value) in text and str(value) != json.dumps(value, ensure_ascii=False)
+
+
+def _try(render: Callable[..., str], conversation: list[dict[str, Any]]) -> str:
+    try:
+        return render(conversation)
     except Exception as error:  # a template can fail in any way; to the caller it is one
         raise InvalidRequestError(
             "messages",
             f"the model's chat template refuses them: {_reason(error)}",
             hint="Check the roles and their order, and chat_template_kwargs.",
         ) from error
-    _check_complete(conversation, text)
-    return RenderedChat(tuple(text.split(guard)))
 
 
 def _guard(
@@ -98,8 +127,6 @@ def _guard(
             return pattern.sub(lambda match: match[0] + guard, value)
         if isinstance(value, list):
             return [mark(item) for item in value]
-        if isinstance(value, ToolArguments):
-            return value.mapped(mark)
         if isinstance(value, dict):
             return {key: item if key == "role" else mark(item) for key, item in value.items()}
         return value
