@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+from pagedmlx.core.block import Block
+from pagedmlx.core.prefix import PrefixIndex, hash_tokens, root_hash
+
+
+def test_a_hash_names_the_whole_history_and_not_only_its_block() -> None:
+    root = root_hash("model")
+    first, other = hash_tokens(root, (1, 2)), hash_tokens(root, (1, 3))
+    assert hash_tokens(first, (5, 6)) != hash_tokens(other, (5, 6))
+    assert hash_tokens(first, (5, 6)) == hash_tokens(first, [5, 6])
+    assert hash_tokens(root, (1, 2)) != hash_tokens(root, (2, 1))
+
+
+def test_tokens_of_any_size_have_their_own_hash() -> None:
+    tokens = (0, 1, 255, 256, 65_536, 2**31, 2**40)
+    assert len({hash_tokens(b"", (token,)) for token in tokens}) == len(tokens)
+
+
+def test_salts_are_told_apart_however_they_are_cut() -> None:
+    cuts = [("ab", "c"), ("a", "bc"), ("abc", ""), ("", "abc"), ("abc",), ()]
+    assert len({root_hash(*salts) for salts in cuts}) == len(cuts)
+    assert root_hash("\ud800") != root_hash("?")
+
+
+def test_a_block_indexed_anew_leaves_its_old_name() -> None:
+    index = PrefixIndex()
+    block = Block(0, ref_count=1)
+    old, _ = index.publish(block, b"old", (1,), None, b"root")
+    new, displaced = index.publish(block, b"new", (2,), None, b"root")
+    assert displaced is None
+    assert index.find(b"old", (1,), None, b"root") is None
+    assert not index.is_live(old)
+    assert index.is_live(new)
+    index.remove(block)
+    assert len(index) == 0
