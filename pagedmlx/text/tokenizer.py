@@ -17,7 +17,6 @@ from pagedmlx.text.token_stream import ByteStream, TokenBytes, TokenStream, Wind
 _END_OF_TURN = (
     "<|im_end|>",
     "<|eot_id|>",
-    "<|end|>",
     "<|end_of_turn|>",
     "<end_of_turn>",
     "<turn|>",
@@ -92,6 +91,7 @@ class Tokenizer:
     def apply_chat_template(
         self,
         messages: object,
+        /,
         *,
         add_generation_prompt: bool = True,
         **template_kwargs: Any,
@@ -167,6 +167,9 @@ class Tokenizer:
         own_ids = own if isinstance(own, list | tuple) else [own]
         template = str(self._inner.chat_template or "")
         turns = [self.token_to_id(token) for token in _END_OF_TURN if token in template]
+        # With channels <|end|> only closes one of several messages of an answer.
+        if "<|channel|>" not in template and "<|end|>" in template:
+            turns.append(self.token_to_id("<|end|>"))
         return frozenset(token for token in (*given, *own_ids, *turns) if token is not None)
 
 

@@ -170,7 +170,7 @@ def test_variables_reach_the_template():
     assert render(template, [USER], enable_thinking=False, tools=[{}]).endswith("\n1")
 
 
-@pytest.mark.parametrize("name", ["tokenize", "chat_template", "conversation", "return_dict"])
+@pytest.mark.parametrize("name", ["tokenize", "chat_template", "conversation", "messages", "self"])
 def test_variables_can_not_change_the_call(name):
     assert refusal(CHATML, [USER], **{name: True}).field == "chat_template_kwargs"
 

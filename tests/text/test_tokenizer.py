@@ -11,7 +11,13 @@ import pytest
 
 from pagedmlx.errors import InvalidRequestError, ModelLoadError, UnsupportedModelError
 from pagedmlx.text.tokenizer import Tokenizer, load_tokenizer
-from tests.support.tokenizers import CHATML, SPECIAL_TOKENS, byte_level_backend, byte_tokenizer
+from tests.support.tokenizers import (
+    CHATML,
+    SPECIAL_TOKENS,
+    byte_level_backend,
+    byte_tokenizer,
+    wrap,
+)
 
 BOS, EOS = SPECIAL_TOKENS.index("<s>"), SPECIAL_TOKENS.index("</s>")
 IM_START, IM_END = SPECIAL_TOKENS.index("<|im_start|>"), SPECIAL_TOKENS.index("<|im_end|>")
@@ -178,3 +184,14 @@ def test_importing_the_package_loads_no_tokenizer_library():
         "assert not {'transformers', 'tokenizers', 'jinja2', 'mlx'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_message_end_is_no_end_of_output_in_templates_with_channels():
+    backend = byte_level_backend()
+    tokens = [*SPECIAL_TOKENS, "<|end|>"]
+    copy = type(backend).from_str(backend.to_str())
+    copy.add_special_tokens(tokens)
+    end = copy.token_to_id("<|end|>")
+    assert wrap(copy, chat_template="{{ messages[0].content }}<|end|>").eos_token_ids == {EOS, end}
+    with_channels = "<|channel|>final{{ messages[0].content }}<|end|>"
+    assert wrap(copy, chat_template=with_channels).eos_token_ids == {EOS}
