@@ -227,7 +227,7 @@ def _local_path(name: str) -> ResolvedModel | None:
                 )
             return ResolvedModel(path, path.stem, "gguf")
     except OSError as error:
-        raise ModelNotFoundError(f"{name!r}: {error.strerror}") from error
+        raise ModelNotFoundError(f"{name!r}: {error.strerror}", hint="check the path") from error
     if name.startswith(("/", "./", "../", "~")) or name.endswith(("/", ".gguf")):
         raise ModelNotFoundError(f"{name} does not exist", hint="check the path")
     return None
