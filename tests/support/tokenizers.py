@@ -61,7 +61,8 @@ def _char_of_byte() -> dict[int, str]:
 def byte_ids(data: bytes) -> list[int]:
     """Ids of ``byte_tokenizer`` for any bytes, also for such as are no text."""
     table = _char_of_byte()
-    return [byte_level_backend().token_to_id(table[byte]) for byte in data]
+    ids = byte_level_backend().get_vocab()
+    return [ids[table[byte]] for byte in data]
 
 
 def byte_tokenizer(

@@ -86,8 +86,6 @@ def test_every_digit_is_a_token_of_its_own_for_smollm2():
     [("gpt-2", 1), ("smollm", 7), ("llama-bpe", 3), ("qwen2", 7), ("default", 3)],
 )
 def test_pre_tokenizers_split_numbers_their_own_way(pre, num_pieces):
-    digits = ["1234567", "1234", "123", "456", "567", "12", "34", "56", "67"]
-    steps = ["1 2", "3 4", "5 6", "6 7", "12 3", "4 56", "4 5", "45 6", "5 67", "12 34"]
     steps = ["1 2", "12 3", "123 4", "1234 5", "12345 6", "123456 7", "4 5", "45 6"]
     made = ["".join(step.split()) for step in steps]
     base = byte_level_metadata()
@@ -101,7 +99,7 @@ def test_pre_tokenizers_split_numbers_their_own_way(pre, num_pieces):
         1: ["1234567"],
         3: ["123", "456", "7"],
         7: list("1234567"),
-    }[num_pieces], digits
+    }[num_pieces]
 
 
 def test_an_unknown_pre_tokenizer_is_refused_by_name():

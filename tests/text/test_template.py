@@ -29,13 +29,13 @@ PRINTS = "{{ call.function.arguments }}"
 DUMPS = "{{ call.function.arguments | tojson }}"
 
 
-def render(template: str, messages: object, **variables: object) -> str:
+def render(template: str, messages: object, /, **variables: object) -> str:
     tokenizer = byte_tokenizer(chat_template=template)
     ids = tokenizer.apply_chat_template(messages, **variables)
     return tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def refusal(template: str, messages: object, **variables: object) -> InvalidRequestError:
+def refusal(template: str, messages: object, /, **variables: object) -> InvalidRequestError:
     with pytest.raises(InvalidRequestError) as caught:
         render(template, messages, **variables)
     assert "\n" not in str(caught.value)
