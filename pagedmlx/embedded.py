@@ -132,7 +132,7 @@ def _child(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]
         if process.poll() is None:
             process.terminate()
             try:
-                process.wait(timeout=2.0)
+                process.wait(timeout=1.0)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

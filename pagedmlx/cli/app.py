@@ -5,13 +5,11 @@
 
 from __future__ import annotations
 
-import signal
+import os
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
-from types import FrameType
 from typing import Annotated
 
 import typer
@@ -26,10 +24,8 @@ from pagedmlx.cli.commands.pull import pull
 from pagedmlx.cli.commands.rm import rm
 from pagedmlx.cli.options import config_defaults, origin, with_engine_and_sampling
 from pagedmlx.cli.settings import read_config_file
+from pagedmlx.cli.signals import EXIT_INTERRUPTED, EXIT_TERMINATED, Terminated, signals_raise
 from pagedmlx.errors import InvalidRequestError, PagedMLXError
-
-_EXIT_INTERRUPTED = 130
-_EXIT_TERMINATED = 143
 
 
 @dataclass(slots=True)
@@ -37,10 +33,6 @@ class Session:
     """What one run of the command line knows before its command starts."""
 
     debug: bool = False
-
-
-class _Terminated(BaseException):
-    """SIGTERM came; not an Exception, so that nothing on the way swallows it."""
 
 
 # Plain help: rich's would cost a quarter of the time that help may take.
@@ -92,16 +84,16 @@ def run(arguments: Iterable[str]) -> int:
         session.debug = True
     render.prepare_streams()
     try:
-        with _sigterm_raises():
+        with signals_raise():
             command = typer.main.get_command(app)
             result = command.main(
                 args=arguments, prog_name="pagedmlx", standalone_mode=False, obj=session
             )
             return result if isinstance(result, int) else 0
     except (KeyboardInterrupt, typer.Abort):
-        return _EXIT_INTERRUPTED
-    except _Terminated:
-        return _EXIT_TERMINATED
+        return EXIT_INTERRUPTED
+    except Terminated:
+        return EXIT_TERMINATED
     except (BrokenPipeError, SystemExit):
         # Typer turns a broken pipe into SystemExit; the reader has gone, so nobody is told.
         render.discard_stdout()
@@ -148,18 +140,11 @@ def _report_usage(error: TyperException) -> int:
     return 2
 
 
-@contextmanager
-def _sigterm_raises() -> Iterator[None]:
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise _Terminated
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def main() -> None:
     """The ``pagedmlx`` command."""
-    sys.exit(run(sys.argv[1:]))
+    code = run(sys.argv[1:])
+    if code in (EXIT_INTERRUPTED, EXIT_TERMINATED):
+        # The engine's thread may be deep in MLX, which aborts when the interpreter goes away.
+        render.flush()
+        os._exit(code)
+    sys.exit(code)

@@ -9,7 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -130,6 +130,19 @@ def prepare_streams() -> None:
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
             reconfigure(errors="backslashreplace")
+
+
+def flush() -> None:
+    """Write out what is buffered, as far as it can be written."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+
+
+def restore_terminal() -> None:
+    """Show the cursor that a progress line has hidden, when there is no time to end it."""
+    if sys.stderr.isatty():
+        os.write(sys.stderr.fileno(), b"\r\x1b[K\x1b[?25h")
 
 
 def discard_stdout() -> None:
