@@ -131,8 +131,11 @@ class ByteStream:
         return text
 
     def flush(self) -> str:
-        """Nothing: whatever is left is part of a character."""
-        return ""
+        """Nothing, or what stands for bytes that could never have become a character."""
+        rest = self._utf8.decode(b"", final=True)
+        # A cut character is one U+FFFD; Python also waits for a third byte after half a
+        # surrogate (ED A0), which is two.
+        return "" if rest == REPLACEMENT else rest
 
 
 class WindowStream:

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pagedmlx.core.sampling_params import SamplingParams
@@ -89,6 +89,7 @@ def test_byte_level_text_is_the_whole_decode_cut_at_the_first_stop(make, data):
     assert (text, stop) in expected
 
 
+@example(b"a\xed\xa0", "")
 @given(st.binary(max_size=30), st.sampled_from(["", "a", "é", "\x80"]))
 def test_any_bytes_are_decoded_and_cut_at_the_first_stop(data, stop):
     expected = cut_at_stop(text_of(data), [stop] if stop else [])
