@@ -151,8 +151,8 @@ def _load_folder(path: Path, trust_remote_code: bool) -> tuple[nn.Module, dict[s
 
     try:
         return utils.load_model(path, lazy=True, trust_remote_code=trust_remote_code)
-    except Exception as error:
-        # mlx-lm raises what it comes across: ValueError, KeyError, TypeError, RuntimeError.
+    except (Exception, SystemExit) as error:
+        # mlx-lm raises what it comes across, and one model exits when a package is missing.
         reason = _first_line(error)
         if isinstance(error, ValueError) and "not supported" in reason:
             raise UnsupportedModelError(
@@ -296,6 +296,6 @@ def _model_id(path: Path, dtype: str) -> str:
     return digest.hexdigest()
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

@@ -203,3 +203,10 @@ def test_code_of_the_model_runs_only_when_it_is_trusted(folder: Path, tmp_path: 
     assert not trace.exists()
     load_model(folder, trust_remote_code=True)
     assert trace.exists()
+
+
+def test_model_code_that_exits_does_not_end_the_process(folder: Path) -> None:
+    edit_config(folder, model_file="model.py")
+    (folder / "model.py").write_text("raise SystemExit('a package is missing')\n")
+    with pytest.raises(ModelLoadError, match="a package is missing"):
+        load_model(folder, trust_remote_code=True)
