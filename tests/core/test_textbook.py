@@ -1,4 +1,4 @@
-"""The example of docs/how-it-works.md, played on the real scheduler; the page quotes its numbers."""
+"""The example of docs/how-it-works.md, played on the real scheduler; it holds the page to it."""
 
 from __future__ import annotations
 

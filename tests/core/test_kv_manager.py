@@ -1,0 +1,302 @@
+from __future__ import annotations
+
+import pytest
+
+from pagedmlx.core.block import Block
+from pagedmlx.core.kv_manager import KVManager
+from pagedmlx.core.prefix import HashFunction
+from pagedmlx.core.sequence import Sequence
+from tests.support.core import (
+    FULL,
+    WINDOW,
+    constant_hash,
+    four_bit_hash,
+    make_kv,
+    make_request,
+)
+
+A, B, C = (1, 2, 3, 4), (5, 6, 7, 8), (9, 10, 11, 12)
+
+
+def new_sequence(kv: KVManager, tokens: tuple[int, ...], *, salt: str = "") -> Sequence:
+    return Sequence(0, make_request(tokens, cache_salt=salt), 0, list(tokens), kv.new_tables())
+
+
+def num_cached(kv: KVManager, tokens: tuple[int, ...], *, salt: str = "") -> int:
+    return kv.find_cached(new_sequence(kv, tokens, salt=salt)).num_tokens
+
+
+def compute(kv: KVManager, tokens: tuple[int, ...], *, salt: str = "") -> Sequence:
+    """A sequence whose every token has been through the model."""
+    sequence = new_sequence(kv, tokens, salt=salt)
+    kv.admit(sequence, kv.find_cached(sequence))
+    finish_compute(kv, sequence)
+    return sequence
+
+
+def finish_compute(kv: KVManager, sequence: Sequence) -> None:
+    num_tokens = sequence.num_tokens - sequence.num_computed_tokens
+    assert kv.try_allocate(sequence, num_tokens) is not None
+    sequence.num_computed_tokens = sequence.num_tokens
+    kv.end_pending(sequence)
+    kv.publish(sequence, sequence.num_tokens)
+
+
+def fork(kv: KVManager, sibling: Sequence) -> Sequence:
+    request = sibling.request
+    twin = Sequence(1, request, 1, list(request.prompt_token_ids), kv.new_tables())
+    kv.admit(twin, kv.find_forkable(twin, sibling))
+    return twin
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 7, 8, 9])
+def test_a_full_hit_leaves_at_least_the_last_token_to_compute(length: int) -> None:
+    kv = make_kv()
+    tokens = (A + B + C)[:length]
+    kv.release(compute(kv, tokens))
+    assert num_cached(kv, tokens) == (length - 1) // 4 * 4 < length
+
+
+def test_recomputing_the_last_token_keeps_the_last_block_in_the_chain() -> None:
+    kv = make_kv()
+    for _ in range(3):
+        kv.release(compute(kv, A + B))
+    assert num_cached(kv, A + B + C) == 8
+
+
+def test_a_block_is_found_only_after_its_step_has_completed() -> None:
+    kv = make_kv()
+    sequence = new_sequence(kv, A + B)
+    kv.admit(sequence, kv.find_cached(sequence))
+    kv.try_allocate(sequence, 8)
+    sequence.num_computed_tokens = 8
+    other = new_sequence(kv, A + C)
+    prefix = kv.find_cached(other)
+    assert prefix.num_tokens == 0
+    assert kv.is_pending(other, prefix)
+    kv.publish(sequence, 8)
+    kv.end_pending(sequence)
+    prefix = kv.find_cached(other)
+    assert prefix.num_tokens == 4
+    assert not kv.is_pending(other, prefix)
+
+
+def test_nobody_waits_for_a_block_whose_step_was_given_up() -> None:
+    kv = make_kv()
+    sequence = new_sequence(kv, A + B)
+    kv.admit(sequence, kv.find_cached(sequence))
+    kv.try_allocate(sequence, 8)
+    kv.release(sequence)
+    other = new_sequence(kv, A + B)
+    assert not kv.is_pending(other, kv.find_cached(other))
+
+
+def test_equal_blocks_after_unequal_ones_are_no_hit() -> None:
+    kv = make_kv()
+    kv.release(compute(kv, A + C))
+    assert num_cached(kv, B + C + A) == 0
+    assert num_cached(kv, A + C + B) == 8
+
+
+@pytest.mark.parametrize("hash_function", [constant_hash, four_bit_hash])
+def test_colliding_hashes_never_serve_another_prompt(hash_function: HashFunction) -> None:
+    kv = make_kv(64, hash_function=hash_function)
+    prompts = [(*block, *rest, 0) for block in (A, B, C) for rest in (A, B, C)]
+    owners: dict[int, tuple[int, ...]] = {}
+    for prompt in prompts:
+        sequence = new_sequence(kv, prompt)
+        prefix = kv.find_cached(sequence)
+        for index, block in enumerate(prefix.blocks[0]):
+            assert owners[block.block_id] == prompt[: 4 * (index + 1)]
+        kv.admit(sequence, prefix)
+        finish_compute(kv, sequence)
+        for index, block in enumerate(sequence.block_tables[0].blocks):
+            owners[block.block_id] = prompt[: 4 * (index + 1)]
+        kv.release(sequence)
+        kv.check_integrity([])
+
+
+def test_an_evicted_block_is_never_found_again() -> None:
+    kv = make_kv(6)
+    kv.release(compute(kv, (*A, *B, *C, *A)))
+    kv.release(compute(kv, (*C, *C, *C, *C, *C)))
+    # X's first block is still there, the chain's tail went first.
+    assert num_cached(kv, (*A, *B, *C, *A, 0)) == 4
+    assert kv.pools[0].num_evictions == 3
+    sequence = compute(kv, (*A, *B, *C, *A))
+    kv.check_integrity([sequence])
+
+
+def test_a_partial_hit_is_used_up_to_the_first_hole() -> None:
+    kv = make_kv()
+    kv.release(compute(kv, A + B + C))
+    hole = kv.find_cached(new_sequence(kv, (*A, *B, *C, 0))).blocks[0][1]
+    kv._indexes[0].remove(hole)
+    kv.pools[0].forget(hole)
+    kv.check_integrity([])
+    assert num_cached(kv, (*A, *B, *C, 0)) == 4
+
+
+def test_reviving_a_cached_block_keeps_counts_and_others_apart() -> None:
+    kv = make_kv(4)
+    kv.release(compute(kv, A + B))
+    again = compute(kv, (*A, *B, 0))
+    big = new_sequence(kv, (*C, *A))
+    prefix = kv.find_cached(big)
+    assert kv.num_blocks_short(big, prefix, 0) == 1
+    assert kv.try_allocate(big, 8) is None
+    kv.check_integrity([again])
+    kv.release(again)
+    assert kv.try_allocate(big, 8) == []
+    big.num_computed_tokens = 8
+    kv.check_integrity([big])
+
+
+def test_cached_blocks_that_a_sequence_would_share_do_not_count_as_room() -> None:
+    kv = make_kv(3)
+    kv.release(compute(kv, A + B))
+    sequence = new_sequence(kv, (*A, *B, 1, 2, 3, 4, 5))
+    assert kv.num_blocks_short(sequence, kv.find_cached(sequence), 0) == 1
+
+
+@pytest.mark.parametrize(
+    ("salts", "request_salt"), [(("other model",), ""), (("model", "int8"), ""), (("model",), "x")]
+)
+def test_blocks_are_shared_only_where_every_salt_agrees(
+    salts: tuple[str, ...], request_salt: str
+) -> None:
+    kv = make_kv(salts=("model",))
+    kv.release(compute(kv, A + B))
+    assert num_cached(kv, (*A, *B, 0)) == 8
+    kv._salts = salts
+    assert num_cached(kv, (*A, *B, 0), salt=request_salt) == 0
+
+
+def test_without_the_prefix_cache_nothing_is_kept_or_found() -> None:
+    kv = make_kv(prefix_caching=False)
+    kv.release(compute(kv, A + B))
+    assert num_cached(kv, (*A, *B, 0)) == 0
+    assert kv.pools[0].num_cached_blocks == 0
+
+
+def test_room_is_made_before_the_write_that_needs_it() -> None:
+    kv = make_kv(2)
+    sequence = compute(kv, A)
+    assert len(sequence.block_tables[0]) == 1
+    sequence.token_ids.append(0)
+    assert kv.try_allocate(sequence, 1) == []
+    assert len(sequence.block_tables[0]) == 2
+
+
+def test_an_allocation_that_fails_leaves_no_trace_in_any_group() -> None:
+    kv = make_kv(3, groups=(FULL, WINDOW))
+    sequence = compute(kv, A)
+    # Only the second group lacks room.
+    hoard = [kv.pools[1].allocate(), kv.pools[1].allocate()]
+    sequence.token_ids += B
+    assert kv.try_allocate(sequence, 4) is None
+    assert [len(table) for table in sequence.block_tables] == [1, 1]
+    assert kv.num_copies == 0
+    assert not kv._pending
+    for block in hoard:
+        kv.pools[1].free(block)
+    kv.check_integrity([sequence])
+    assert kv.try_allocate(sequence, 4) == []
+
+
+def test_the_last_holder_of_a_fork_writes_in_place() -> None:
+    kv = make_kv()
+    first = compute(kv, (*A, 1, 2))
+    second = fork(kv, first)
+    kv.release(first)
+    assert kv.try_allocate(second, 1) == []
+    assert kv.num_copies == 0
+
+
+def test_a_block_that_went_on_being_filled_by_its_sibling_is_copied() -> None:
+    kv = make_kv()
+    first = compute(kv, (*A, 1, 2))
+    second = fork(kv, first)
+    first.token_ids += [3, 4]
+    copies = kv.try_allocate(first, 2)
+    assert copies is not None
+    assert len(copies) == 1
+    assert kv.try_allocate(second, 1) == []
+
+
+def test_writing_into_an_indexed_block_takes_it_out_of_the_index() -> None:
+    """The sibling filled and published the shared block, then ended: its content is still named."""
+    kv = make_kv()
+    first = compute(kv, (*A, 5, 6))
+    first.token_ids += [7, 8]
+    finish_compute(kv, first)
+    second = fork(kv, first)
+    kv.release(first)
+    assert num_cached(kv, (*A, *B, 0)) == 8
+    assert kv.try_allocate(second, 1) == []
+    assert num_cached(kv, (*A, *B, 0)) == 4
+    second.num_computed_tokens += 1
+    kv.check_integrity([second])
+
+
+def test_truncation_gives_back_blocks_and_never_spoils_what_others_may_find() -> None:
+    kv = make_kv()
+    sequence = compute(kv, A)
+    sequence.token_ids += (*B, 9)
+    finish_compute(kv, sequence)
+    kv.truncate(sequence, 6)
+    assert sequence.token_ids == [*A, 5, 6]
+    assert (sequence.num_computed_tokens, len(sequence.block_tables[0])) == (6, 2)
+    kv.check_integrity([sequence])
+    assert num_cached(kv, (*A, *B, 0)) == 8, "still there, nobody has written yet"
+    sequence.token_ids += [0, 0]
+    finish_compute(kv, sequence)
+    assert num_cached(kv, (*A, *B, 0)) == 4
+    assert num_cached(kv, (*A, 5, 6, 0, 0, 0)) == 8
+
+
+def test_blocks_computed_twice_take_over_when_the_first_copy_is_evicted() -> None:
+    """B's entries name A's block; once that is gone, B's own block is found instead."""
+    kv = make_kv(6)
+    first = new_sequence(kv, A)
+    second = new_sequence(kv, A)
+    second.seq_id = 1
+    for sequence in (first, second):
+        finish_compute(kv, sequence)
+    kv.release(first)
+    second.token_ids += B
+    finish_compute(kv, second)
+    kv.reset_cache()
+    second.token_ids += C
+    finish_compute(kv, second)
+    assert num_cached(kv, (*A, *B, *C, 0)) == 12
+    kv.check_integrity([second])
+
+
+def test_a_cache_reset_leaves_live_sequences_alone() -> None:
+    kv = make_kv()
+    kv.release(compute(kv, C))
+    live = compute(kv, A)
+    assert kv.reset_cache() == 1
+    assert num_cached(kv, (*C, 0)) == 0
+    assert num_cached(kv, (*A, 0)) == 4
+    kv.check_integrity([live])
+
+
+def test_integrity_check_sees_a_block_held_twice_and_one_held_for_nothing() -> None:
+    kv = make_kv()
+    sequence = compute(kv, A)
+    table = sequence.block_tables[0]
+    table.append()
+    with pytest.raises(AssertionError, match="idle block"):
+        kv.check_integrity([sequence])
+    table.truncate(1)
+    table.share(table.blocks[:1])
+    with pytest.raises(AssertionError, match="twice"):
+        kv.check_integrity([sequence])
+
+
+def test_a_block_says_what_it_is() -> None:
+    kv = make_kv()
+    assert repr(compute(kv, A).block_tables[0].blocks[0]) == "Block(0, ref_count=1, indexed)"
+    assert repr(Block(3)) == "Block(3, ref_count=0)"

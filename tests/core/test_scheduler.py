@@ -1,0 +1,440 @@
+from __future__ import annotations
+
+import pytest
+
+from pagedmlx.core.sequence import FinishReason, Sequence, SequenceStatus
+from pagedmlx.core.step import Step, StepResult
+from pagedmlx.errors import InvalidRequestError, PoolTooSmallError, QueueFullError
+from tests.support.core import Driver, make_driver, make_request, next_token, solo_output
+
+SYSTEM = tuple(range(100, 116))
+
+
+def tokens(count: int, first: int = 10) -> tuple[int, ...]:
+    """A prompt that shares nothing with one of another ``first``."""
+    return tuple(range(first, first + count))
+
+
+def run_and_check(driver: Driver, max_steps: int = 1000) -> None:
+    driver.run(max_steps)
+    driver.check_outputs()
+    driver.check_empty()
+
+
+def scheduled_ids(step: Step | None) -> list[int]:
+    assert step is not None
+    return [entry.sequence.seq_id for entry in step.scheduled]
+
+
+# Prefix cache, block edges, forks (cases A).
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 32])
+def test_a_prompt_sent_twice_gives_the_same_text_and_computes_at_least_one_token(
+    length: int,
+) -> None:
+    driver = make_driver(16, 16)
+    for name in "ab":
+        (sequence,) = driver.add(make_request(tokens(length), 6, request_id=name))
+        driver.run()
+    assert sequence.num_cached_tokens == (length - 1) // 16 * 16 < length
+    run_and_check(driver)
+
+
+def test_a_longer_prompt_still_hits_after_full_hits() -> None:
+    driver = make_driver(16, 16)
+    for name in "abc":
+        driver.add(make_request(tokens(64), 1, request_id=name))
+        driver.run()
+    (longer,) = driver.add(make_request(tokens(84), 4, request_id="d"))
+    run_and_check(driver)
+    assert longer.num_cached_tokens == 64
+
+
+@pytest.mark.parametrize("length", [15, 16, 17])
+@pytest.mark.parametrize("max_tokens", [16, 17, 18])
+def test_a_pool_of_exactly_the_right_size_is_enough(length: int, max_tokens: int) -> None:
+    """The last token is never fed back, so it needs no slot."""
+    num_blocks = -(-(length + max_tokens - 1) // 16)
+    driver = make_driver(num_blocks, 16)
+    (sequence,) = driver.add(make_request(tokens(length), max_tokens))
+    run_and_check(driver)
+    assert sequence.num_output_tokens == max_tokens
+    assert sequence.num_preemptions == 0
+    smaller = make_driver(num_blocks - 1, 16) if num_blocks > 1 else None
+    if smaller is not None:
+        with pytest.raises(PoolTooSmallError):
+            smaller.add(make_request(tokens(length), max_tokens))
+
+
+@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 20])
+def test_each_candidate_equals_the_one_that_runs_alone(length: int) -> None:
+    driver = make_driver(32, 16)
+    sequences = driver.add(make_request(tokens(length), 20, n=4))
+    run_and_check(driver)
+    assert len({tuple(s.output_token_ids) for s in sequences}) == 4
+    stats = driver.scheduler.stats()
+    assert stats.num_computed_tokens == (length + 3 if length > 1 else 4) + 4 * 19
+    # Only a partly filled block is copied, once for each further candidate.
+    assert stats.num_copies == (3 if (length - 1) % 16 else 0)
+
+
+def test_candidates_go_on_when_the_first_has_ended() -> None:
+    driver = make_driver(32, 4)
+    sequences = driver.add(make_request(tokens(6), 12, n=4))
+    driver.step()
+    driver.step()
+    driver.scheduler.finish(sequences[0], FinishReason.STOP)
+    for sequence in sequences[1:]:
+        assert sequence.status is SequenceStatus.RUNNING
+    driver.run()
+    assert [s.num_output_tokens for s in sequences[1:]] == [12] * 3
+    driver.check_empty()
+
+
+def test_many_prompts_one_after_another_leak_nothing() -> None:
+    driver = make_driver(8, 4)
+    for number in range(20):
+        driver.add(make_request(tokens(8, 1000 * number), 3, request_id=str(number)))
+        run_and_check(driver)
+    assert driver.scheduler.stats().num_evictions > 0
+
+
+def test_resuming_from_a_hit_starts_where_the_hit_ends() -> None:
+    driver = make_driver(32, 16)
+    driver.add(make_request(tokens(48), 1, request_id="first"))
+    driver.run()
+    for tail in (1, 5, 16, 17):
+        prompt = (*tokens(48), *tokens(tail, 500 * tail))
+        (sequence,) = driver.add(make_request(prompt, 3, request_id=str(tail)))
+        step = driver.step()
+        assert step is not None
+        assert step.scheduled[0].start == sequence.num_cached_tokens == 48
+        assert step.scheduled[0].num_tokens == tail
+        driver.run()
+    driver.check_outputs()
+
+
+def test_hits_of_different_length_and_cold_prompts_share_a_step() -> None:
+    driver = make_driver(32, 4)
+    for name, length in (("x", 13), ("y", 5)):
+        driver.add(make_request(tokens(length, ord(name)), 1, request_id=name))
+        driver.run()
+    driver.add(make_request((*tokens(13, ord("x")), 1), 4, request_id="three blocks"))
+    driver.add(make_request(tokens(7, 900), 4, request_id="cold"))
+    driver.add(make_request((*tokens(5, ord("y")), 1, 2), 4, request_id="one block"))
+    step = driver.step()
+    assert step is not None
+    assert {e.sequence.request.request_id: e.start for e in step.scheduled} == {
+        "three blocks": 12,
+        "cold": 0,
+        "one block": 4,
+    }
+    run_and_check(driver)
+
+
+def test_a_burst_with_one_system_prompt_computes_it_once() -> None:
+    driver = make_driver(64, 4, max_num_seqs=16, max_num_batched_tokens=256)
+    burst = 10
+    for number in range(burst):
+        driver.add(make_request((*SYSTEM, number), 3, request_id=str(number)))
+    first = driver.step()
+    assert first is not None
+    assert len(first.scheduled) == 1, "the others wait for its blocks"
+    assert driver.scheduler.stats().num_deferrals == burst - 1
+    second = driver.step()
+    assert second is not None
+    assert len(second.scheduled) == burst, "and all hit in the next step"
+    run_and_check(driver)
+    stats = driver.scheduler.stats()
+    assert stats.num_computed_tokens == len(SYSTEM) + burst + burst * 2
+    assert stats.num_cached_tokens == len(SYSTEM) * (burst - 1)
+
+
+def test_a_burst_behind_a_chunked_prompt_still_computes_it_once() -> None:
+    driver = make_driver(64, 4, max_num_seqs=16, prefill_chunk_size=5)
+    for number in range(4):
+        driver.add(make_request((*SYSTEM, number), 2, request_id=str(number)))
+    run_and_check(driver)
+    assert driver.scheduler.stats().num_computed_tokens == len(SYSTEM) + 4 + 4
+
+
+def test_nobody_waits_for_a_prompt_that_was_aborted() -> None:
+    driver = make_driver(64, 4, prefill_chunk_size=4)
+    driver.add(make_request((*SYSTEM, 1), 2, request_id="gone"))
+    (stays,) = driver.add(make_request((*SYSTEM, 2), 2, request_id="stays"))
+    driver.step(between=lambda step: driver.scheduler.abort("gone") and None)
+    assert stays.seq_id in scheduled_ids(driver.step())
+    run_and_check(driver)
+
+
+# Admission, waiting, overtaking, preemption (cases B).
+
+
+def test_what_can_never_fit_is_refused_at_once_with_the_numbers() -> None:
+    driver = make_driver(4, 16)
+    with pytest.raises(PoolTooSmallError) as caught:
+        driver.add(make_request(tokens(100), 4, request_id="big"))
+    assert "100 prompt tokens and 4 output tokens need 7 blocks of 16" in str(caught.value)
+    assert "the pool has 4" in str(caught.value)
+    assert caught.value.hint
+    assert caught.value.http_status == 400
+    driver.add(make_request(tokens(5), 4, request_id="small"))
+    run_and_check(driver)
+    assert driver.scheduler.stats().num_requests == 1
+
+
+def test_an_empty_prompt_and_an_id_in_use_are_refused() -> None:
+    driver = make_driver()
+    with pytest.raises(InvalidRequestError, match="prompt: is empty"):
+        driver.add(make_request(()))
+    driver.add(make_request(tokens(3), request_id="x"))
+    with pytest.raises(InvalidRequestError, match="request_id: 'x' is in use"):
+        driver.add(make_request(tokens(5), request_id="x"))
+    run_and_check(driver)
+    driver.add(make_request(tokens(3), request_id="x"))
+    run_and_check(driver)
+
+
+def test_admission_counts_whole_blocks() -> None:
+    driver = make_driver(1, 4)
+    first, second = (
+        driver.add(make_request(tokens(2, f), 2, request_id=str(f)))[0] for f in (1, 9)
+    )
+    driver.step()
+    assert (first.status, second.status) == (SequenceStatus.RUNNING, SequenceStatus.WAITING)
+    run_and_check(driver)
+    assert second.num_preemptions == 0
+
+
+def test_a_small_request_may_pass_a_big_one_but_only_so_often() -> None:
+    driver = make_driver(10, 4, max_overtakes=3, prefix_caching=False)
+    driver.add(make_request(tokens(20), 12, request_id="running"))
+    driver.step()
+    (big,) = driver.add(make_request(tokens(24, 200), 4, request_id="big"))
+    started_after = 0
+    for number in range(40):
+        name = f"small {number}"
+        (small,) = driver.add(make_request(tokens(2, 1000 + number), 2, request_id=name))
+        driver.step()
+        if big.status is SequenceStatus.RUNNING:
+            break
+        started_after += small.status is not SequenceStatus.WAITING
+    assert big.status is SequenceStatus.RUNNING
+    assert big.num_overtaken == started_after == 3
+    assert driver.scheduler.stats().num_overtakes == 3
+    run_and_check(driver)
+
+
+def test_overtaking_can_be_switched_off() -> None:
+    driver = make_driver(10, 4, max_overtakes=0, prefix_caching=False)
+    driver.add(make_request(tokens(20), 6, request_id="running"))
+    driver.step()
+    (big,) = driver.add(make_request(tokens(24, 200), 2, request_id="big"))
+    (small,) = driver.add(make_request(tokens(2, 900), 2, request_id="small"))
+    while big.status is SequenceStatus.WAITING:
+        assert small.status is SequenceStatus.WAITING
+        driver.step()
+    run_and_check(driver)
+
+
+def test_nothing_is_cut_short_when_the_pool_runs_dry_mid_answer() -> None:
+    driver = make_driver(10, 16)
+    sequences = [
+        driver.add(make_request(tokens(32, 100 * f), 64, request_id=str(f)))[0] for f in range(4)
+    ]
+    run_and_check(driver)
+    assert [s.num_output_tokens for s in sequences] == [64] * 4
+    assert {s.finish_reason for s in sequences} == {FinishReason.LENGTH}
+    assert driver.scheduler.stats().num_preemptions > 0
+
+
+def test_a_preempted_sequence_keeps_its_output_as_output() -> None:
+    driver = make_driver(6, 4)
+    kept, victim = (
+        driver.add(make_request(tokens(4, 50 * f), 16, request_id=str(f)))[0] for f in (1, 2)
+    )
+    before: list[int] = []
+    while not victim.num_preemptions:
+        before = victim.output_token_ids
+        assert driver.step() is not None
+    assert victim.status is SequenceStatus.PREEMPTED
+    assert len(before) > 1
+    assert victim.output_token_ids[: len(before)] == before
+    assert victim.num_prompt_tokens == 4
+    assert kept.num_preemptions == 0
+    run_and_check(driver)
+    assert victim.output_token_ids == solo_output(victim.request, 0)
+
+
+def test_the_last_arrived_of_the_lowest_priority_gives_way() -> None:
+    driver = make_driver(9, 4, prefix_caching=False)
+    sequences = {
+        name: driver.add(make_request(tokens(4, f), 12, request_id=name, priority=priority))[0]
+        for name, f, priority in (
+            ("low", 0, 0),
+            ("late", 50, 1),
+            ("later", 90, 1),
+            ("high", 130, 2),
+        )
+    }
+    while not any(s.num_preemptions for s in sequences.values()):
+        assert driver.step() is not None
+    assert [n for n, s in sequences.items() if s.num_preemptions] == ["low"]
+    run_and_check(driver)
+
+
+def test_a_larger_priority_is_served_first_then_the_earlier_arrival() -> None:
+    driver = make_driver(max_num_seqs=1)
+    names = {"a": 0, "b": 2, "c": 0, "d": 2}
+    for number, (name, priority) in enumerate(names.items()):
+        driver.add(make_request(tokens(3, 20 * number), 1, request_id=name, priority=priority))
+    order: list[str] = []
+    while (step := driver.step()) is not None:
+        order += [entry.sequence.request.request_id for entry in step.scheduled]
+    assert order == ["b", "d", "a", "c"]
+
+
+def test_a_step_never_runs_a_sequence_that_it_preempts() -> None:
+    """Two hold the same content twice; the one that loses its blocks could share the other's."""
+    driver = make_driver(7, 2, max_num_batched_tokens=64)
+    driver.add(make_request((1,), 9, request_id="front", seed=5, priority=1))
+    driver.add(make_request((0,), 7, request_id="twins", n=2, seed=0))
+    run_and_check(driver)
+    preempting = [step for step in driver.steps if step.preempted]
+    assert preempting
+    for step in preempting:
+        assert not set(step.preempted) & set(scheduled_ids(step))
+
+
+def test_a_long_prompt_never_stalls_those_that_run() -> None:
+    driver = make_driver(64, 4, prefill_chunk_size=8, max_num_batched_tokens=16)
+    (running,) = driver.add(make_request(tokens(3), 40, request_id="running"))
+    driver.step()
+    (long,) = driver.add(make_request(tokens(60, 500), 2, request_id="long"))
+    chunks: list[int] = []
+    while long.num_output_tokens == 0:
+        step = driver.step()
+        assert step is not None
+        assert step.scheduled[0].sequence is running
+        chunks += [e.num_tokens for e in step.scheduled if e.sequence is long]
+    assert chunks == [8] * 7 + [4]
+    run_and_check(driver)
+
+
+def test_a_full_queue_refuses_by_the_number_of_requests() -> None:
+    driver = make_driver(max_num_seqs=1, max_num_waiting=2)
+    driver.add(make_request(tokens(3), 4, request_id="a", n=4))
+    driver.step()
+    driver.add(make_request(tokens(3, 50), 4, request_id="b", n=4))
+    with pytest.raises(QueueFullError, match="2 requests wait already, at most 2 may") as caught:
+        driver.add(make_request(tokens(3, 90), 4, request_id="c"))
+    assert caught.value.http_status == 429
+    assert not driver.scheduler.abort("c")
+    run_and_check(driver)
+
+
+# Ends and aborts.
+
+
+def test_abort_ends_all_candidates_and_forgets_them() -> None:
+    driver = make_driver(16, 4)
+    sequences = driver.add(make_request(tokens(6), 30, n=3))
+    driver.step()
+    driver.step()
+    assert driver.scheduler.abort("r") == sequences
+    assert {s.finish_reason for s in sequences} == {FinishReason.ABORT}
+    assert driver.scheduler.abort("r") == ()
+    assert not driver.scheduler.has_unfinished
+    assert driver.step() is None
+    driver.check_empty()
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 3])
+def test_an_abort_in_the_step_in_which_a_request_ends_frees_it_once(max_tokens: int) -> None:
+    for abort_at in range(5):
+        driver = make_driver(16, 4)
+        (sequence,) = driver.add(make_request(tokens(5), max_tokens))
+        (other,) = driver.add(make_request(tokens(5), 4, request_id="other"))
+        for number in range(8):
+            if number == abort_at:
+                driver.step(between=lambda step, d=driver: d.scheduler.abort("r") and None)
+            else:
+                driver.step()
+        driver.scheduler.finish(sequence, FinishReason.STOP)
+        driver.scheduler.abort("r")
+        run_and_check(driver)
+        assert other.finish_reason is FinishReason.LENGTH
+        assert sequence.finish_reason in (FinishReason.ABORT, FinishReason.LENGTH)
+        assert driver.scheduler.stats().num_finished_requests == 2
+
+
+def test_an_aborted_request_that_waits_leaves_at_once_and_is_never_computed() -> None:
+    driver = make_driver(4, 4)
+    driver.add(make_request(tokens(9), 6, request_id="long"))
+    driver.step()
+    (waits,) = driver.add(make_request(tokens(9, 80), 6, request_id="waits"))
+    driver.step()
+    assert driver.scheduler.abort("waits") == (waits,)
+    assert not driver.scheduler.waiting
+    run_and_check(driver)
+    assert all(waits.seq_id not in scheduled_ids(step) for step in driver.steps)
+
+
+def test_answers_of_every_length_leave_the_batch_without_touching_the_others() -> None:
+    driver = make_driver(64, 4, max_num_seqs=8)
+    lengths = (1, 2, 3, 5, 8, 13, 40, 80)
+    sequences = [
+        driver.add(make_request(tokens(5, 30 * i), length, request_id=str(i)))[0]
+        for i, length in enumerate(lengths)
+    ]
+    run_and_check(driver)
+    assert tuple(s.num_output_tokens for s in sequences) == lengths
+
+
+@pytest.mark.parametrize("mates", [0, 3])
+def test_one_token_ends_with_length_and_a_first_stop_token_with_stop(mates: int) -> None:
+    driver = make_driver(32, 4)
+    prompt = tokens(5)
+    for number in range(mates):
+        driver.add(make_request(tokens(5, 100 + number), 9, request_id=str(number)))
+    (short,) = driver.add(make_request(prompt, 1, request_id="short"))
+    stop = next_token(make_request(prompt), 0, prompt)
+    (stopped,) = driver.add(make_request(prompt, 9, request_id="stopped", stop_token_ids=(stop,)))
+    (both,) = driver.add(make_request(prompt, 1, request_id="both", stop_token_ids=(stop,)))
+    run_and_check(driver)
+    assert (short.finish_reason, short.num_output_tokens) == (FinishReason.LENGTH, 1)
+    assert (stopped.finish_reason, stopped.num_output_tokens) == (FinishReason.STOP, 1)
+    assert both.finish_reason is FinishReason.STOP, "a stop token at the limit is a stop"
+
+
+def test_stop_tokens_count_only_from_min_tokens_on() -> None:
+    driver = make_driver(32, 4)
+    (sequence,) = driver.add(make_request(tokens(3), 12, min_tokens=5, stop_token_ids=(0, 1, 2, 3)))
+    run_and_check(driver)
+    assert (sequence.num_output_tokens, sequence.finish_reason) == (5, FinishReason.STOP)
+
+
+def test_a_late_result_of_an_ended_sequence_changes_nothing() -> None:
+    driver = make_driver(16, 4)
+    (sequence,) = driver.add(make_request(tokens(5), 5))
+    step = driver.scheduler.schedule()
+    assert step is not None
+    driver.scheduler.abort("r")
+    assert driver.scheduler.update(StepResult(step.step_id, {sequence.seq_id: 1})) == ()
+    assert sequence.num_output_tokens == 0
+    driver.check_empty()
+    assert driver.kv.pools[0].num_cached_blocks == 0, "nothing of an unfinished step is published"
+
+
+def test_integrity_check_sees_a_lost_sequence_and_one_out_of_order() -> None:
+    driver = make_driver()
+    first: Sequence = driver.add(make_request(tokens(3), request_id="a"))[0]
+    driver.add(make_request(tokens(3), request_id="b"))
+    driver.scheduler.waiting.reverse()
+    with pytest.raises(AssertionError, match="out of order"):
+        driver.scheduler.check_integrity()
+    driver.scheduler.waiting.reverse()
+    driver.scheduler.waiting.remove(first)
+    with pytest.raises(AssertionError, match="in no queue"):
+        driver.scheduler.check_integrity()
