@@ -85,7 +85,7 @@ class LLM:
         Raises:
             InvalidRequestError: A prompt can't be served; none is run then.
         """
-        listed = [prompts] if _is_single(prompts) else list(prompts)
+        listed = _as_list(prompts)
         params = _one_each(sampling_params, len(listed))
         return self._run_all(
             [
@@ -267,8 +267,14 @@ class LLM:
         return outputs
 
 
-def _is_single(prompts: Prompt | Sequence[Prompt]) -> bool:
-    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    token_ids = [each for each in prompts if isinstance(each, int)]
+    listed = [each for each in prompts if not isinstance(each, int)]
+    if token_ids and listed:
+        raise InvalidRequestError("prompts", "mixes token ids with whole prompts")
+    return [token_ids] if token_ids else listed
 
 
 def _one_each(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 
 import mlx.core as mx
+import numpy as np
 
 from pagedmlx.core.batch import build_batch
 from pagedmlx.core.step import Step, StepResult
@@ -48,8 +49,9 @@ class ModelRunner:
             return StepResult(step.step_id, {})
         tokens = self._sampler.sample(logits, rows)
         self._store.commit(tokens)
+        sampled = np.array(tokens).tolist()
         ids = (sequence.seq_id for sequence in host.sample_sequences)
-        return StepResult(step.step_id, dict(zip(ids, tokens.tolist(), strict=True)))
+        return StepResult(step.step_id, dict(zip(ids, sampled, strict=True)))
 
     def close(self) -> None:
         """Drop model and pool and give their memory back; the runner can't be used any more."""
