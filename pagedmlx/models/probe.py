@@ -49,8 +49,28 @@ def probe_model(adapter: ModelAdapter) -> ProbeResult:
         adapter: Of the model to be served.
 
     Raises:
-        UnsupportedModelError: The logits differ by more than the types explain.
+        UnsupportedModelError: The model fails on the way, or its logits differ by more than the
+            types explain.
     """
+    model_type = adapter.loaded.model_type
+    try:
+        result = _measure(adapter)
+    except Exception as error:
+        # Anything may come out of model code that meets more rows than in the survey.
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UnsupportedModelError(
+            f"{model_type}: the model failed over the paged cache: {reason}"
+        ) from error
+    if not result.error <= result.tolerance:
+        raise UnsupportedModelError(
+            f"{model_type}: logits over the paged cache differ from mlx-lm's by "
+            f"{result.error:.2g} of the largest; at most {result.tolerance:.2g} is allowed",
+            hint="run this model with mlx-lm itself, and please report it",
+        )
+    return result
+
+
+def _measure(adapter: ModelAdapter) -> ProbeResult:
     layout = adapter.layout
     block_size = layout.block_size
     windows = [group.window for group in layout.groups if group.window is not None]
@@ -81,19 +101,11 @@ def probe_model(adapter: ModelAdapter) -> ProbeResult:
         expected = adapter.last_logits(mx.array(token.astype(np.int32)), caches)
         differences.append(_difference(logits, expected))
 
-    tolerance = max(TOLERANCES[adapter.loaded.dtype], TOLERANCES[layout.dtype])
-    # Unlike Python's max, numpy's keeps a NaN.
-    error = float(np.max(differences))
-    if not error <= tolerance:
-        raise UnsupportedModelError(
-            f"{adapter.loaded.model_type}: logits over the paged cache differ from mlx-lm's by "
-            f"{error:.2g} of the largest; at most {tolerance:.2g} is allowed",
-            hint="run this model with mlx-lm itself, and please report it",
-        )
     return ProbeResult(
         num_prompt_tokens=length,
-        error=error,
-        tolerance=tolerance,
+        # Unlike Python's max, numpy's keeps a NaN.
+        error=float(np.max(differences)),
+        tolerance=max(TOLERANCES[adapter.loaded.dtype], TOLERANCES[layout.dtype]),
         passed_windows=all(length > window for window in windows),
     )
 

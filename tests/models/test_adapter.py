@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -13,6 +14,7 @@ from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prom
 from pagedmlx.core.groups import KVGroupKind
 from pagedmlx.errors import UnsupportedModelError
 from pagedmlx.kv.layout import LayerShape
+from pagedmlx.kv.store import KVStore
 from pagedmlx.models.adapter import ModelAdapter
 from pagedmlx.models.layer_cache import RowLayout
 from pagedmlx.ops import make_backend
@@ -117,9 +119,8 @@ def test_a_step_without_sampling_rows_still_writes_the_blocks() -> None:
 
 def test_a_long_prompt_never_makes_logits_for_every_position() -> None:
     vocab_size, length = 32_000, 1_600
-    loaded = tiny_model()
-    config = {**CONFIGS["llama"], "vocab_size": vocab_size, "num_hidden_layers": 1}
-    model = build_model(config)
+    model: Any = build_model({**CONFIGS["llama"], "vocab_size": vocab_size, "num_hidden_layers": 1})
+    loaded = replace(tiny_model(), model=model)
     all_logits_bytes = vocab_size * length * 4
     tokens = np.arange(length) % vocab_size
 
@@ -130,12 +131,26 @@ def test_a_long_prompt_never_makes_logits_for_every_position() -> None:
         work()
         return mx.get_peak_memory() - before
 
-    object.__setattr__(loaded, "model", model)
     with ModelAdapter(loaded, make_backend("auto"), block_size=16) as adapter:
         run = PagedRun(adapter, 1, length)
         assert peak_of(lambda: run.step([(0, tokens)])) < all_logits_bytes / 2
     # The same measure sees them when they are made.
     assert peak_of(lambda: mx.eval(model(mx.array(tokens)[None]))) >= all_logits_bytes
+
+
+def test_decoding_never_copies_the_pool() -> None:
+    config = {**CONFIGS["llama"], "num_hidden_layers": 2}
+    loaded = replace(tiny_model(), model=build_model(config))
+    with ModelAdapter(loaded, make_backend("auto"), block_size=16) as adapter:
+        run = PagedRun(adapter, 1, 64)
+        run.store = KVStore(adapter.layout, (40_000,))
+        pool_array_bytes = 40_000 * adapter.layout.block_bytes(0) // 4
+        run.step([(0, range(5, 15))])
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        for token in range(40):
+            run.step([(0, [token])])
+        assert mx.get_peak_memory() - before < pool_array_bytes / 4
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED_CONFIGS))
@@ -175,8 +190,7 @@ def test_a_model_without_a_body_of_its_own_is_refused() -> None:
         def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
             return inputs
 
-    loaded = tiny_model()
-    object.__setattr__(loaded, "model", Flat())
+    loaded = replace(tiny_model(), model=Flat())
     with pytest.raises(UnsupportedModelError, match="body from its head"):
         ModelAdapter(loaded, make_backend("auto"))
     assert llama.scaled_dot_product_attention is base.scaled_dot_product_attention

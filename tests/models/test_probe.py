@@ -35,6 +35,8 @@ class FaultyBackend:
         batch: PagedBatch,
         params: AttentionParams,
     ) -> mx.array:
+        if self.fault == "raise" and len(queries) > 2:
+            raise ValueError("shapes\ndon't fit")
         if self.fault == "window":
             params = replace(params, window=None)
         if self.fault == "sinks":
@@ -60,6 +62,14 @@ def test_a_fault_of_the_attention_is_refused_with_its_size(fault: str) -> None:
     with (
         ModelAdapter(tiny_model("gpt_oss"), FaultyBackend(fault), block_size=4) as adapter,
         pytest.raises(UnsupportedModelError, match=r"gpt_oss: logits .* differ"),
+    ):
+        probe_model(adapter)
+
+
+def test_a_model_that_fails_with_many_rows_is_refused_in_one_line() -> None:
+    with (
+        ModelAdapter(tiny_model(), FaultyBackend("raise"), block_size=4) as adapter,
+        pytest.raises(UnsupportedModelError, match=r"llama: the model failed .*: shapes$"),
     ):
         probe_model(adapter)
 
