@@ -12,12 +12,10 @@ from typing import TYPE_CHECKING, BinaryIO
 import typer
 
 from pagedmlx.cli import render
-from pagedmlx.cli.model import build_prompt, has_chat_template, open_llm
+from pagedmlx.cli.model import Wishes, build_prompt, has_chat_template, open_llm
 from pagedmlx.cli.prompts import BadLine, Prompt, read_prompts
 from pagedmlx.cli.results import Row, check_new, error_row, output_row, resume_rows, row_file
-from pagedmlx.cli.summary import summarize, summary_line, write_summary
-from pagedmlx.config import EngineConfig
-from pagedmlx.core.sampling_params import SamplingParams
+from pagedmlx.cli.summary import is_broken, summarize, summary_line, write_summary
 from pagedmlx.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -26,27 +24,24 @@ if TYPE_CHECKING:
 
 
 def run_batch(
-    config: EngineConfig,
-    params: SamplingParams,
-    prompts_file: str,
-    *,
-    system: str | None,
-    raw: bool,
-    as_json: bool,
-    output: Path | None,
-    resume: bool,
-    stats_json: str | None,
-    quiet: bool,
+    wishes: Wishes, prompts_file: str, *, output: Path | None = None, resume: bool = False
 ) -> None:
     """Run every prompt of a file.
 
     Rows go to ``output``, else to stdout; the summary goes to ``stats_json``, else with
     ``as_json`` it is the last line of stdout.
 
+    Args:
+        wishes: What is asked for.
+        prompts_file: The file's name; ``-`` is stdin.
+        output: File that JSON rows are appended to.
+        resume: Go on with ``output``: leave out the prompts that it has already.
+
     Raises:
         InvalidRequestError: A flag or file that can't be used; nothing has been run then.
         typer.Exit: Some prompts failed, or an invariant was broken; the exit code is 1.
     """
+    quiet, as_json, stats_json = wishes.quiet, wishes.as_json, wishes.stats_json
     if resume and output is None:
         raise InvalidRequestError("--resume", "needs --output FILE to go on with")
     with ExitStack() as stack:
@@ -56,16 +51,18 @@ def run_batch(
             check_new(output)
         elif output is not None:
             done = resume_rows(output)
-        llm = stack.enter_context(open_llm(config, quiet=quiet))
+        llm = stack.enter_context(open_llm(wishes))
         write = _stdout_writer(as_json)
         if output is not None:
             write = stack.enter_context(row_file(output))
         # A bar on the terminal that the rows go to would be torn by them.
         shown = not quiet and (output is not None or not sys.stdout.isatty())
         meter = stack.enter_context(render.meter(shown=shown))
-        batch = _Batch(llm, write, meter, total=_num_lines(prompts_file), raw=raw, system=system)
+        total = _num_lines(prompts_file)
+        left = None if total is None else total - len(done)
+        batch = _Batch(llm, write, meter, wishes, total=left)
         try:
-            batch.run(read_prompts(lines, name=prompts_file, params=params, done=done))
+            batch.run(read_prompts(lines, name=prompts_file, params=wishes.params, done=done))
         except BaseException:
             meter.stop()
             if output is not None and not quiet:
@@ -86,7 +83,7 @@ def run_batch(
             write_summary(summary, "-")
         if not quiet:
             render.notice(summary_line(summary))
-    if batch.num_failed or summary["integrity"].startswith("broken"):
+    if batch.num_failed or is_broken(summary):
         raise typer.Exit(1)
 
 
@@ -98,16 +95,15 @@ class _Batch:
         llm: LLM,
         write: Callable[[Row], None],
         meter: render.Meter,
+        wishes: Wishes,
         *,
         total: int | None,
-        raw: bool,
-        system: str | None,
     ) -> None:
         self.num_done = 0
         self.num_failed = 0
         self.started = time.perf_counter()
         self._llm, self._write, self._meter = llm, write, meter
-        self._total, self._raw, self._system = total, raw, system
+        self._wishes, self._total = wishes, total
         self._has_template = has_chat_template(llm)
         self._lines: dict[str, int] = {}
 
@@ -125,8 +121,10 @@ class _Batch:
                 if isinstance(item, BadLine):
                     raise item.error
                 if item.system is None and item.prompt is not None:
-                    item = item.with_system(self._system)
-                field, value = build_prompt(item, has_template=self._has_template, raw=self._raw)
+                    item = item.with_system(self._wishes.system)
+                field, value = build_prompt(
+                    item, has_template=self._has_template, raw=self._wishes.raw
+                )
             except InvalidRequestError as error:
                 self._finish(error_row(item.id, error), item.line)
                 continue

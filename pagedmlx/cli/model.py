@@ -1,23 +1,57 @@
-"""Opens the model that a command asked for, and puts a prompt into the form that it takes."""
+"""What a command was asked for; opens its model and puts a prompt into the form that it takes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pagedmlx.cli import render
 from pagedmlx.cli.prompts import Prompt
+from pagedmlx.cli.results import check_writable
 from pagedmlx.config import EngineConfig
+from pagedmlx.core.sampling_params import SamplingParams
 from pagedmlx.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from pagedmlx.llm import LLM
 
 
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What one prompt and a file of prompts have in common.
+
+    Attributes:
+        config: The engine's settings, the model's name among them.
+        params: Sampling settings.
+        system: System message for prompts without one of their own.
+        raw: Complete the bare prompt, without the chat template.
+        as_json: Write JSON to stdout.
+        stats_json: Write the summary to this file; ``-`` is stdout.
+        quiet: No notices on stderr.
+    """
+
+    config: EngineConfig
+    params: SamplingParams
+    system: str | None = None
+    raw: bool = False
+    as_json: bool = False
+    stats_json: str | None = None
+    quiet: bool = False
+
+
 @contextmanager
-def open_llm(config: EngineConfig, *, quiet: bool) -> Iterator[LLM]:
-    """Find, load and at the end close a model; the stages show on stderr."""
+def open_llm(wishes: Wishes) -> Iterator[LLM]:
+    """Find, load and at the end close a model; the stages show on stderr.
+
+    Raises:
+        PagedMLXError: It can't be found or loaded, or the summary couldn't be written later.
+    """
+    config, quiet = wishes.config, wishes.quiet
+    if wishes.stats_json is not None and wishes.stats_json != "-":
+        check_writable(Path(wishes.stats_json))
     from pagedmlx import hub
 
     # Before MLX is imported, so that a wrong name is told at once.

@@ -76,7 +76,7 @@ def check_new(path: Path) -> None:
         raise InvalidRequestError(
             "--output", f"{path} is there already", hint="--resume goes on with it"
         )
-    _check_writable(path)
+    check_writable(path)
 
 
 def resume_rows(path: Path) -> set[str]:
@@ -93,7 +93,7 @@ def resume_rows(path: Path) -> set[str]:
         PagedMLXError: Its folder can't be written.
     """
     path = path.resolve()
-    _check_writable(path)
+    check_writable(path)
     if not path.exists():
         return set()
     done: set[str] = set()
@@ -125,7 +125,12 @@ def _row(line: bytes) -> Row | None:
     return row if isinstance(row, dict) and isinstance(row.get("id"), str) else None
 
 
-def _check_writable(path: Path) -> None:
+def check_writable(path: Path) -> None:
+    """Refuse a file that can't be written, before any work is done for it.
+
+    Raises:
+        PagedMLXError: Its folder is not there, or the system wouldn't let us.
+    """
     if not path.parent.is_dir():
         raise PagedMLXError(f"{path.parent} is not a folder", hint="make it first")
     if not os.access(path if path.exists() else path.parent, os.W_OK):

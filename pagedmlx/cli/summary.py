@@ -50,6 +50,11 @@ def _integrity(llm: LLM) -> str:
     return CLEAN
 
 
+def is_broken(summary: Summary) -> bool:
+    """Whether an invariant of the engine didn't hold; a script must not take that for success."""
+    return summary["integrity"].startswith("broken")
+
+
 def summary_line(summary: Summary, *, first_token_s: float | None = None) -> str:
     """The summary for people; for one prompt with the time to its first token."""
     engine = summary["engine"]

@@ -143,6 +143,7 @@ def test_a_broken_invariant_is_told_and_fails(cli: Cli, model: str, prompts: Pat
     result = cli("generate", model, "--prompts-file", prompts)
     assert result.code == 1
     assert "integrity broken: block 3 is in two tables" in result.err
+    assert cli("generate", model, "BREAK").code == 1
 
 
 def test_rows_go_to_the_output_file_and_the_summary_to_stdout(
@@ -208,6 +209,7 @@ def test_resume_refuses_a_file_that_is_not_ours(
         (("--prompts-file", "/"), 2, "--prompts-file: /: Is a directory"),
         (("--prompts-file", "{file}", "--output", "/no/such/out"), 1, "/no/such is not a folder"),
         (("--prompts-file", "{file}", "--output", "/"), 2, "--output: / is a folder"),
+        (("hi", "--stats-json", "/no/such/stats"), 1, "/no/such is not a folder"),
         (("--prompts-file", "{file}", "--resume"), 2, "--resume: needs --output"),
         (("a prompt", "--prompts-file", "{file}"), 2, "PROMPT: there is --prompts-file too"),
     ],

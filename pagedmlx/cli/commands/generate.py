@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from pagedmlx.cli import render
-from pagedmlx.cli.batch import run_batch
-from pagedmlx.cli.model import build_prompt, has_chat_template, open_llm
-from pagedmlx.cli.prompts import Prompt, check_prompt
-from pagedmlx.cli.results import output_row
-from pagedmlx.cli.summary import summarize, summary_line, write_summary
 from pagedmlx.config import EngineConfig
 from pagedmlx.core.sampling_params import SamplingParams
 from pagedmlx.errors import InvalidRequestError
@@ -65,27 +58,22 @@ def generate(
     config = replace(config, model=name)
     if raw and system is not None:
         raise InvalidRequestError("--system", "needs the chat template, and --raw turns it off")
+    from pagedmlx.cli.model import Wishes
+
+    wishes = Wishes(config, params, system, raw, as_json, stats_json, quiet)
     if prompts_file is not None:
         if words is not None:
             raise InvalidRequestError("PROMPT", "there is --prompts-file too", hint="drop one")
-        run_batch(
-            config,
-            params,
-            prompts_file,
-            system=system,
-            raw=raw,
-            as_json=as_json,
-            output=output,
-            resume=resume,
-            stats_json=stats_json,
-            quiet=quiet,
-        )
+        from pagedmlx.cli.batch import run_batch
+
+        run_batch(wishes, prompts_file, output=output, resume=resume)
         return
     for flag, given in (("--output", output is not None), ("--resume", resume)):
         if given:
             raise InvalidRequestError(flag, "goes with --prompts-file", hint="or use > FILE")
-    request = Prompt(0, "0", params, prompt=_read_prompt(words), system=system)
-    _run_one(config, request, raw=raw, as_json=as_json, stats_json=stats_json, quiet=quiet)
+    from pagedmlx.cli.single import run_single
+
+    run_single(wishes, words)
 
 
 def _model_and_prompt(
@@ -100,58 +88,3 @@ def _model_and_prompt(
             "PROMPT", f"{second!r} is one too many: --model is given", hint="quote the prompt"
         )
     return flag, first
-
-
-def _read_prompt(words: str | None) -> str:
-    if words is not None and words != "-":
-        text = words
-    elif words is None and sys.stdin.isatty():
-        raise InvalidRequestError(
-            "PROMPT", "is missing", hint='pagedmlx generate smollm2 "your prompt", or pipe it in'
-        )
-    else:
-        try:
-            text = sys.stdin.buffer.read().decode("utf-8-sig").removesuffix("\n")
-        except UnicodeDecodeError as error:
-            raise InvalidRequestError(
-                "prompt", f"stdin is not UTF-8 at byte {error.start + 1}"
-            ) from error
-    check_prompt(text)
-    return text
-
-
-def _run_one(
-    config: EngineConfig,
-    request: Prompt,
-    *,
-    raw: bool,
-    as_json: bool,
-    stats_json: str | None,
-    quiet: bool,
-) -> None:
-    with open_llm(config, quiet=quiet) as llm:
-        has_template = has_chat_template(llm)
-        _, prompt = build_prompt(request, has_template=has_template, raw=raw)
-        if not (raw or quiet or has_template):
-            render.notice("this model has no chat template: the bare prompt is completed")
-        streams = not as_json and request.params.n == 1
-        last = None
-        for last in llm.stream(prompt, request.params):
-            if streams:
-                render.text(last.outputs[0].delta, end="")
-        if last is None:
-            raise RuntimeError("the stream ended before it began")
-        summary = summarize(llm, num_prompts=1, wall_s=last.metrics.total_s)
-        if as_json:
-            row = output_row(last)
-            del row["id"]
-            render.json_document(row if stats_json else {**row, "summary": summary})
-        elif streams:
-            render.text("")
-        else:
-            for choice in last.outputs:
-                render.text(f"--- {choice.index + 1} of {len(last.outputs)} ---\n{choice.text}")
-        if stats_json:
-            write_summary(summary, stats_json)
-        if not quiet:
-            render.notice(summary_line(summary, first_token_s=last.metrics.ttft_s or 0.0))
