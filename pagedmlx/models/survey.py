@@ -163,6 +163,6 @@ class _RecordingCache:
     def make_mask(
         self, num_tokens: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | None:
-        if window_size is not None and (self.window is None or window_size < self.window):
+        if window_size is not None and window_size != self.window:
             self.problem = f"masks to a window of {window_size}, but keeps {self.window or 'all'}"
         return mx.ones((_NUM_ROWS, 1, 1, 1), dtype=mx.bool_) if return_array else None

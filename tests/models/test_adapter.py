@@ -174,9 +174,12 @@ def test_kinds_of_cache_that_cannot_be_paged_are_named(cache: Any, words: str) -
         ModelAdapter(loaded, make_backend("auto"))
 
 
-def test_a_window_that_the_caches_do_not_know_is_refused() -> None:
+@pytest.mark.parametrize("kept", [None, WINDOW - 1, WINDOW + 1])
+def test_a_window_that_the_caches_do_not_know_is_refused(kept: int | None) -> None:
     loaded = tiny_model("llama_window")
-    loaded.model.make_cache = lambda: [KVCache() for _ in range(4)]
+    loaded.model.make_cache = lambda: [
+        KVCache() if kept is None else RotatingKVCache(max_size=kept) for _ in range(4)
+    ]
     with pytest.raises(UnsupportedModelError, match=f"window of {WINDOW}"):
         ModelAdapter(loaded, make_backend("auto"))
 

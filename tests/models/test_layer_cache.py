@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from pagedmlx.core.groups import KVGroup, KVGroupKind
+from pagedmlx.kv.layout import KVLayout, LayerShape
+from pagedmlx.kv.store import KVStore
+from pagedmlx.models.layer_cache import GroupRows, TokenRowCache
+from pagedmlx.ops import make_backend
+from pagedmlx.ops.base import upload
+from tests.support.batches import make_batch
+
+BLOCK_SIZE, NUM_BLOCKS, HEADS, K_DIM, V_DIM = 4, 20, 2, 8, 6
+SPANS = [(0, 1), (0, 9), (0, 14)]
+
+
+class Step:
+    """Three sequences from their first token on, in a pool full of NaN."""
+
+    def __init__(self, window: int | None) -> None:
+        kind = KVGroupKind.FULL if window is None else KVGroupKind.WINDOW
+        layout = KVLayout(
+            block_size=BLOCK_SIZE,
+            dtype="float32",
+            layers=(LayerShape(HEADS, K_DIM, V_DIM),),
+            groups=(KVGroup(kind, (0,), window),),
+        )
+        rng = np.random.default_rng(0)
+        self.host = make_batch(SPANS, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, rng=rng)
+        self.store = KVStore(layout, (NUM_BLOCKS,), fill=float("nan"))
+        rows = GroupRows(self.store, make_backend("auto"), upload(self.host), 0, window)
+        self.cache = TokenRowCache(0, rows)
+        num_rows = self.host.num_rows
+        self.keys = rng.normal(size=(num_rows, HEADS, 1, K_DIM)).astype(np.float32)
+        self.values = rng.normal(size=(num_rows, HEADS, 1, V_DIM)).astype(np.float32)
+
+    def update(self) -> tuple[mx.array, mx.array]:
+        return self.cache.update_and_fetch(mx.array(self.keys), mx.array(self.values))
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_gathers_hold_what_a_row_may_see_and_zero_elsewhere(window: int | None) -> None:
+    step = Step(window)
+    gathered = [np.array(array) for array in step.update()]
+    masks = np.array(step.cache.make_mask(1, return_array=True))
+    row = 0
+    for sequence, (_, count) in enumerate(SPANS):
+        first = step.host.query_start_loc[sequence]
+        for position in range(count):
+            low = 0 if window is None else max(0, position - window + 1)
+            for written, read in zip((step.keys, step.values), gathered, strict=True):
+                expected = np.zeros_like(read[row])
+                seen = written[first + low : first + position + 1, :, 0]
+                expected[:, low : position + 1] = seen.swapaxes(0, 1)
+                np.testing.assert_array_equal(read[row], expected)
+            visible = np.flatnonzero(masks[row, 0, 0])
+            np.testing.assert_array_equal(visible, np.arange(low, position + 1))
+            row += 1
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_blocks_and_gathers_give_the_same_attention(window: int | None) -> None:
+    step = Step(window)
+    keys, values = step.update()
+    queries = mx.random.normal((step.host.num_rows, 4, 1, K_DIM), key=mx.random.key(1))
+    output = step.cache.attend_blocks(queries, keys, values, 0.3, None)
+    assert output is not None
+    mask = step.cache.make_mask(1, return_array=True)
+    expected = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=0.3, mask=mask)
+    np.testing.assert_allclose(np.array(output), np.array(expected), atol=1e-5)
+
+
+def test_only_the_arrays_that_were_fetched_stand_for_the_blocks() -> None:
+    step = Step(None)
+    queries = mx.zeros((step.host.num_rows, 4, 1, K_DIM))
+    keys = mx.zeros((step.host.num_rows, HEADS, 1, K_DIM))
+    assert step.cache.attend_blocks(queries, keys, keys, 1.0, None) is None
+    keys, values = step.update()
+    assert step.cache.attend_blocks(queries, keys * 2, values, 1.0, None) is None
+    assert step.cache.attend_blocks(queries, keys, values * 2, 1.0, None) is None
+    assert step.cache.attend_blocks(queries, keys, values, 1.0, None) is not None
+
+
+def test_a_model_takes_it_for_a_plain_cache_with_a_position_for_each_row() -> None:
+    step = Step(None)
+    assert step.cache
+    assert not hasattr(step.cache, "bits")
+    assert step.cache.make_mask(1) is None
+    assert step.cache.make_mask(1, window_size=5) is None
+    np.testing.assert_array_equal(np.array(step.cache.offset), step.host.positions)
