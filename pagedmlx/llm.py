@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from functools import partial
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Self
@@ -11,20 +13,17 @@ from typing import Any, Self
 from pagedmlx.config import EngineConfig
 from pagedmlx.core.sampling_params import SamplingParams
 from pagedmlx.core.stats import EngineStats
+from pagedmlx.engine.flight import Flight
+from pagedmlx.engine.inputs import PreparedJob
 from pagedmlx.engine.load import ProgressCallback, load_engine
-from pagedmlx.engine.outputs import (
-    Job,
-    Messages,
-    OutputCollector,
-    OutputEvent,
-    RequestOutput,
-    refused_output,
-)
+from pagedmlx.engine.outputs import Job, Messages, OutputEvent, RequestOutput, refused_output
 from pagedmlx.engine.worker import EngineWorker
-from pagedmlx.errors import InvalidRequestError, QueueFullError
+from pagedmlx.errors import InvalidRequestError
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
+
+_MAX_IN_FLIGHT = 256
 
 
 class LLM:
@@ -39,6 +38,7 @@ class LLM:
     Attributes:
         config: The settings in force.
         load_notes: Lines about how the engine was set up: device, BLAS, attention, pool.
+        has_chat_template: Whether the model can be given messages.
 
     Raises:
         PagedMLXError: The model can't be loaded, or a setting is off.
@@ -56,10 +56,8 @@ class LLM:
             raise InvalidRequestError("config", "give either a config or single settings")
         if config is None:
             config = EngineConfig(**settings if model is None else {"model": model, **settings})
-        chosen = config
-        self.config = chosen
-        self._worker = EngineWorker(lambda: load_engine(chosen, on_progress))
-        # Ends the thread before the interpreter takes MLX down under it.
+        self.config = config
+        self._worker = EngineWorker(partial(load_engine, config), on_progress)
         self._finalizer = weakref.finalize(self, self._worker.close)
         try:
             self._worker.start().result()
@@ -67,6 +65,7 @@ class LLM:
             self._finalizer()
             raise
         self.load_notes = list(self._worker.engine.notes)
+        self.has_chat_template = self._worker.engine.tokenizer.has_chat_template
 
     def generate(
         self,
@@ -112,7 +111,7 @@ class LLM:
         Raises:
             InvalidRequestError: A conversation can't be served; none is run then.
         """
-        single = bool(messages) and isinstance(messages[0], dict)
+        single = bool(messages) and isinstance(messages[0], Mapping)
         listed = [messages] if single else list(messages)
         params = _one_each(sampling_params, len(listed))
         return self._run_all(
@@ -146,7 +145,7 @@ class LLM:
         form = "prompt"
         if not isinstance(prompt_or_messages, str):
             first = next(iter(prompt_or_messages), None)
-            form = "messages" if isinstance(first, dict) else "prompt_token_ids"
+            form = "messages" if isinstance(first, Mapping) else "prompt_token_ids"
         job = Job(
             **{form: prompt_or_messages},  # type: ignore[arg-type]
             sampling_params=params,
@@ -154,8 +153,11 @@ class LLM:
             chat_template_kwargs=chat_template_kwargs or {},
         )
         events: SimpleQueue[OutputEvent] = SimpleQueue()
-        collector = self._submit(job, events)
+        sink = events.put
+        prepared = self._worker.prepare(job)
+        collector = prepared.collector()
         try:
+            self._worker.submit(prepared, sink)
             while not collector.finished:
                 event = events.get()
                 collector.add(event)
@@ -164,49 +166,30 @@ class LLM:
                 yield collector.output(event.index)
         finally:
             if not collector.finished:
-                self._worker.abort(collector.request_id)
+                self._worker.abort(prepared.request_id, sink)
 
     def generate_iter(
-        self, jobs: Iterable[Job], *, max_in_flight: int = 256
+        self, jobs: Iterable[Job], *, max_in_flight: int = _MAX_IN_FLIGHT
     ) -> Iterator[RequestOutput]:
         """Run any number of jobs in bounded memory, yielding each as it ends.
 
+        Leaving the loop aborts those in flight.
+
         Args:
             jobs: Taken one by one as there is room, on the caller's thread.
-            max_in_flight: How many may be in the engine at a time.
+            max_in_flight: Most jobs that are taken and not yet finished.
 
-        Yields:
+        Returns:
             Finished outputs, in the order in which they end; one that was refused or failed has
             its ``error`` set.
+
+        Raises:
+            EngineClosedError: The engine was closed; raised while iterating.
+            EngineDeadError: Its loop failed; raised while iterating.
         """
-        events: SimpleQueue[OutputEvent] = SimpleQueue()
-        open_requests: dict[str, OutputCollector] = {}
-        source = iter(jobs)
-        job = next(source, None)
-        try:
-            while job is not None or open_requests:
-                if job is not None and len(open_requests) < max_in_flight:
-                    try:
-                        collector = self._submit(job, events)
-                    except (InvalidRequestError, QueueFullError) as error:
-                        if isinstance(error, InvalidRequestError) or not open_requests:
-                            yield refused_output(job, job.request_id or "", error)
-                            job = next(source, None)
-                            continue
-                    else:
-                        open_requests[collector.request_id] = collector
-                        job = next(source, None)
-                        continue
-                # No room for more: take in what has happened, until a request ends.
-                event = events.get()
-                collector = open_requests[event.request_id]
-                collector.add(event)
-                if collector.finished:
-                    del open_requests[event.request_id]
-                    yield collector.output()
-        finally:
-            for request_id in open_requests:
-                self._worker.abort(request_id)
+        if max_in_flight < 1:
+            raise InvalidRequestError("max_in_flight", f"{max_in_flight} must be at least 1")
+        return Flight(self._worker, max_in_flight).run(self._prepare_each(jobs))
 
     def stats(self) -> EngineStats:
         """A snapshot of all counts, between two steps."""
@@ -235,36 +218,25 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _submit(self, job: Job, events: SimpleQueue[OutputEvent]) -> OutputCollector:
-        prepared = self._worker.submit(job, events.put).result()
-        return OutputCollector(
-            prepared.request_id, job.prompt, prepared.prompt_token_ids, prepared.params.n
-        )
+    def _prepare_each(self, jobs: Iterable[Job]) -> Iterator[PreparedJob | RequestOutput]:
+        for job in jobs:
+            try:
+                prepared = self._worker.prepare(job)
+            except InvalidRequestError as error:
+                yield refused_output(job, error)
+            else:
+                yield prepared
 
-    def _run_all(self, jobs: Sequence[Job]) -> list[RequestOutput]:
-        events: SimpleQueue[OutputEvent] = SimpleQueue()
-        collectors: dict[str, OutputCollector] = {}
-        num_open = 0
-        try:
-            for job in jobs:
-                collector = self._submit(job, events)
-                collectors[collector.request_id] = collector
-                num_open += 1
-            while num_open:
-                event = events.get()
-                collector = collectors[event.request_id]
-                collector.add(event)
-                if collector.finished:
-                    num_open -= 1
-        finally:
-            for request_id, collector in collectors.items():
-                if not collector.finished:
-                    self._worker.abort(request_id)
-        outputs = [collector.output() for collector in collectors.values()]
-        failure = next((output.error for output in outputs if output.error is not None), None)
-        if failure is not None:
-            raise failure
-        return outputs
+    def _run_all(self, jobs: Iterable[Job]) -> list[RequestOutput]:
+        # All are checked before any is run.
+        prepared = [self._worker.prepare(job) for job in jobs]
+        outputs: dict[str, RequestOutput] = {}
+        with closing(Flight(self._worker, _MAX_IN_FLIGHT).run(prepared)) as finished:
+            for output in finished:
+                if output.error is not None:
+                    raise output.error
+                outputs[output.request_id] = output
+        return [outputs[job.request_id] for job in prepared]
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -1,4 +1,4 @@
-"""Settings that every test shares: no network, and no deadline for hypothesis's examples."""
+"""Settings that every test shares: no network, a fast BLAS, hypothesis without deadlines."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import os
 
 from hypothesis import HealthCheck, settings
 
+from pagedmlx.models.blas import load_fast_blas
+
 # Before anything imports huggingface_hub, which reads it once.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Before any test imports mlx.
+load_fast_blas()
 
 settings.register_profile(
     "default", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import typer
 
 from pagedmlx.cli import render
-from pagedmlx.cli.model import Wishes, build_prompt, has_chat_template, open_llm
+from pagedmlx.cli.model import Wishes, build_prompt, open_llm
 from pagedmlx.cli.prompts import BadLine, Prompt, read_prompts
 from pagedmlx.cli.results import Row, check_new, error_row, output_row, resume_rows, row_file
 from pagedmlx.cli.summary import is_broken, summarize, summary_line, write_summary
@@ -104,7 +104,7 @@ class _Batch:
         self.started = time.perf_counter()
         self._llm, self._write, self._meter = llm, write, meter
         self._wishes, self._total = wishes, total
-        self._has_template = has_chat_template(llm)
+        self._has_template = llm.has_chat_template
         self._lines: dict[str, int] = {}
 
     def run(self, items: Iterator[Prompt | BadLine]) -> None:

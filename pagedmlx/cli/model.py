@@ -70,12 +70,6 @@ def open_llm(wishes: Wishes) -> Iterator[LLM]:
         yield llm
 
 
-def has_chat_template(llm: LLM) -> bool:
-    """Whether the model came with a chat template."""
-    # LLM has no public word for it; this is the only place that looks behind it.
-    return llm._worker.engine.tokenizer.has_chat_template
-
-
 def build_prompt(prompt: Prompt, *, has_template: bool, raw: bool) -> tuple[str, Any]:
     """The field of a Job that the prompt goes into, and its value.
 

@@ -7,7 +7,7 @@ import sys
 import typer
 
 from pagedmlx.cli import render
-from pagedmlx.cli.model import Wishes, build_prompt, has_chat_template, open_llm
+from pagedmlx.cli.model import Wishes, build_prompt, open_llm
 from pagedmlx.cli.prompts import Prompt, check_prompt
 from pagedmlx.cli.results import output_row
 from pagedmlx.cli.summary import is_broken, summarize, summary_line, write_summary
@@ -24,7 +24,7 @@ def run_single(wishes: Wishes, words: str | None) -> None:
     params, quiet = wishes.params, wishes.quiet
     request = Prompt(0, "0", params, prompt=_read_prompt(words), system=wishes.system)
     with open_llm(wishes) as llm:
-        has_template = has_chat_template(llm)
+        has_template = llm.has_chat_template
         _, prompt = build_prompt(request, has_template=has_template, raw=wishes.raw)
         if not (wishes.raw or quiet or has_template):
             render.notice("this model has no chat template: the bare prompt is completed")

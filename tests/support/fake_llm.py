@@ -10,7 +10,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from types import SimpleNamespace, TracebackType
+from types import TracebackType
 from typing import Any
 
 from pagedmlx.config import EngineConfig
@@ -30,8 +30,7 @@ class LLM:
         on_progress: Callable[[str, float | None], None] | None = None,
     ) -> None:
         self.config = config
-        tokenizer = SimpleNamespace(has_chat_template="bare" not in config.model)
-        self._worker = SimpleNamespace(engine=SimpleNamespace(tokenizer=tokenizer))
+        self.has_chat_template = "bare" not in config.model
         self.load_notes = ["BLAS: none"]
         self.closed = False
         self.broken = False
