@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
 from pagedmlx.config import EngineConfig
 from pagedmlx.core.stats import EngineStats
 from pagedmlx.engine.load import ProgressCallback, load_engine
-from pagedmlx.engine.outputs import Job, OutputCollector, OutputEvent, RequestOutput
+from pagedmlx.engine.outputs import Job, OutputEvent, RequestOutput
 from pagedmlx.engine.worker import EngineWorker
 
 
@@ -25,6 +27,8 @@ class AsyncEngine:
 
     def __init__(self, worker: EngineWorker) -> None:
         self._worker = worker
+        # If it is forgotten, the engine must not stay; the collector must not wait for it either.
+        weakref.finalize(self, worker.close, 0.0)
 
     @classmethod
     async def start(
@@ -45,14 +49,14 @@ class AsyncEngine:
             PagedMLXError: The model can't be loaded or a setting is off.
         """
         chosen = config if config is not None else EngineConfig(**settings)
-        return await cls.from_worker(EngineWorker(lambda: load_engine(chosen, on_progress)))
+        return await cls.from_worker(EngineWorker(partial(load_engine, chosen), on_progress))
 
     @classmethod
     async def from_worker(cls, worker: EngineWorker) -> Self:
         """Start a worker and wrap it once its engine is loaded."""
         try:
             await asyncio.wrap_future(worker.start())
-        except asyncio.CancelledError:
+        except BaseException:
             worker.close(timeout_s=0.0)
             raise
         return cls(worker)
@@ -67,19 +71,13 @@ class AsyncEngine:
             EngineDeadError: The engine's loop failed, before or during the request.
             RequestFailedError: The request itself failed.
         """
-        loop = asyncio.get_running_loop()
         events: asyncio.Queue[OutputEvent] = asyncio.Queue()
-        sink = _thread_safe(loop, events)
+        sink = _thread_safe(asyncio.get_running_loop(), events)
         # Tokenizing a long prompt takes a while; the event loop goes on meanwhile.
-        submission = asyncio.create_task(asyncio.to_thread(self._worker.submit, job, sink))
-        request_id: str | None = None
-        collector: OutputCollector | None = None
+        prepared = await asyncio.to_thread(self._worker.prepare, job)
+        collector = prepared.collector()
+        self._worker.submit(prepared, sink)
         try:
-            prepared = await asyncio.wrap_future(await asyncio.shield(submission))
-            request_id = prepared.request_id
-            collector = OutputCollector(
-                request_id, job.prompt, prepared.prompt_token_ids, prepared.params.n
-            )
             while not collector.finished:
                 event = await events.get()
                 collector.add(event)
@@ -87,21 +85,8 @@ class AsyncEngine:
                     raise event.error
                 yield collector.output(event.index)
         finally:
-            if request_id is None:
-                submission.add_done_callback(self._abort_submitted)
-            elif collector is None or not collector.finished:
-                self._worker.abort(request_id)
-
-    def _abort_submitted(self, submission: asyncio.Task[Any]) -> None:
-        """The caller went away while its job was being tokenized or queued."""
-        if submission.cancelled() or submission.exception() is not None:
-            return
-
-        def abort(future: Any) -> None:
-            if not future.cancelled() and future.exception() is None:
-                self._worker.abort(future.result().request_id)
-
-        submission.result().add_done_callback(abort)
+            if not collector.finished:
+                self._worker.abort(prepared.request_id, sink)
 
     async def stats(self) -> EngineStats:
         """A snapshot of all counts, between two steps."""

@@ -42,7 +42,7 @@ class _Output:
     """One output's text and what of it has been told."""
 
     detokenizer: Detokenizer
-    finish_reason: str | None = None
+    finished: bool = False
 
 
 @dataclass(slots=True)
@@ -128,25 +128,22 @@ class Engine:
             priority=prepared.job.priority,
             cache_salt=prepared.job.cache_salt,
         )
-        sequences = self._scheduler.add_request(request)
         # A chat answer is a text of its own; a completion goes on from its prompt.
         context = () if prepared.job.messages is not None else prepared.prompt_token_ids
+        outputs = [
+            _Output(Detokenizer(self.tokenizer, params, prompt_token_ids=context))
+            for _ in range(params.n)
+        ]
         self._live[request.request_id] = _Live(
-            outputs=[
-                _Output(Detokenizer(self.tokenizer, params, prompt_token_ids=context))
-                for _ in sequences
-            ],
-            sequences=sequences,
+            sequences=self._scheduler.add_request(request),
+            outputs=outputs,
             arrival_s=prepared.arrival_s if prepared.arrival_s is not None else self._clock(),
         )
         return request.request_id
 
     def abort(self, request_id: str) -> list[OutputEvent]:
         """End what is left of a request; its blocks are free at once. Unknown ids do nothing."""
-        return [
-            self._end(sequence, FinishReason.ABORT.value)
-            for sequence in self._scheduler.abort(request_id)
-        ]
+        return [self._end(sequence) for sequence in self._scheduler.abort(request_id)]
 
     @property
     def has_unfinished(self) -> bool:
@@ -200,7 +197,7 @@ class Engine:
                     hint="the weights are damaged or their type is too narrow; try float32",
                 )
                 self._scheduler.finish(sequence, FinishReason.ERROR)
-                events.append(self._end(sequence, FinishReason.ERROR.value, error=error))
+                events.append(self._end(sequence, error=error))
         return events
 
     def _advance(self, sequence: Sequence) -> OutputEvent:
@@ -209,62 +206,55 @@ class Engine:
         detokenizer = live.outputs[sequence.index].detokenizer
         if live.first_token_s is None:
             live.first_token_s = self._clock()
-        token = sequence.token_ids[-1]
-        try:
-            if sequence.finish_reason is FinishReason.STOP:
-                return self._end(sequence, "stop", token=token, stop_reason=_named(sequence))
-            text = detokenizer.add((token,))
+        token_ids = (sequence.token_ids[-1],)
+        text = ""
+        # The token that ends an output is not part of its text.
+        if sequence.finish_reason is not FinishReason.STOP:
+            try:
+                text = detokenizer.add(token_ids)
+            except Exception as problem:
+                self._scheduler.finish(sequence, FinishReason.ERROR)
+                return self._end(sequence, token_ids, error=_text_failed(sequence, problem))
             if detokenizer.stop_reason is not None:
                 self._scheduler.finish(sequence, FinishReason.STOP)
-            if sequence.is_finished:
-                assert sequence.finish_reason is not None
-                return self._end(sequence, sequence.finish_reason.value, token=token, text=text)
-        except Exception as error:
-            # One request's text must not end the others'.
-            self._scheduler.finish(sequence, FinishReason.ERROR)
-            failure = RequestFailedError(
-                f"request {sequence.request.request_id}: detokenizing failed: {error}"
-            )
-            failure.__cause__ = error
-            return self._end(sequence, FinishReason.ERROR.value, error=failure)
-        return self._event(sequence, text=text, token_ids=(token,))
+        if sequence.is_finished:
+            return self._end(sequence, token_ids, text)
+        return self._event(sequence, token_ids, text)
 
     def _end(
         self,
         sequence: Sequence,
-        reason: str,
-        *,
-        token: int | None = None,
+        token_ids: tuple[int, ...] = (),
         text: str = "",
-        stop_reason: str | int | None = None,
         error: PagedMLXError | None = None,
     ) -> OutputEvent:
-        """Flush an output's text, drop its record and make its last event."""
+        """Flush a finished output's text, drop its record and make its last event."""
         live = self._live[sequence.request.request_id]
         output = live.outputs[sequence.index]
         if error is None:
-            text += output.detokenizer.finish()
-            if output.detokenizer.stop_reason is not None:
-                reason, stop_reason = "stop", output.detokenizer.stop_reason
-        output.finish_reason = reason
-        event = self._event(
-            sequence,
-            text=text,
-            token_ids=() if token is None else (token,),
-            finish_reason=reason,
-            stop_reason=stop_reason,
-            error=error,
-        )
-        if all(each.finish_reason is not None for each in live.outputs):
+            try:
+                text += output.detokenizer.finish()
+            except Exception as problem:  # one request's text must not end the others'
+                error = _text_failed(sequence, problem)
+        reason, stop_reason = sequence.finish_reason, output.detokenizer.stop_reason
+        if error is not None:
+            reason, stop_reason = FinishReason.ERROR, None
+        elif stop_reason is not None:
+            reason = FinishReason.STOP  # also when the last token allowed completed it
+        elif reason is FinishReason.STOP:
+            stop_reason = _named(sequence)
+        assert reason is not None
+        output.finished = True
+        event = self._event(sequence, token_ids, text, reason.value, stop_reason, error)
+        if all(each.finished for each in live.outputs):
             del self._live[sequence.request.request_id]
         return event
 
     def _event(
         self,
         sequence: Sequence,
-        *,
-        text: str,
         token_ids: tuple[int, ...],
+        text: str,
         finish_reason: str | None = None,
         stop_reason: str | int | None = None,
         error: PagedMLXError | None = None,
@@ -287,6 +277,15 @@ class Engine:
             ),
             error=error,
         )
+
+
+def _text_failed(sequence: Sequence, problem: Exception) -> RequestFailedError:
+    error = RequestFailedError(
+        f"request {sequence.request.request_id}: detokenizing failed: "
+        f"{type(problem).__name__}: {problem}"
+    )
+    error.__cause__ = problem
+    return error
 
 
 def _named(sequence: Sequence) -> int | None:

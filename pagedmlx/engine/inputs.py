@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import uuid
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from pagedmlx.core.sampling_params import SamplingParams
-from pagedmlx.engine.outputs import Job
+from pagedmlx.engine.outputs import Job, OutputCollector
 from pagedmlx.errors import ContextLengthError, InvalidRequestError, PoolTooSmallError
 from pagedmlx.text.tokenizer import Tokenizer
 
@@ -56,6 +58,12 @@ class PreparedJob:
     stop_token_ids: frozenset[int]
     arrival_s: float | None = None
 
+    def collector(self) -> OutputCollector:
+        """What adds up the request's events on the caller's side."""
+        return OutputCollector(
+            self.request_id, self.job.prompt, self.prompt_token_ids, self.params.n
+        )
+
 
 def prepare_job(job: Job, tokenizer: Tokenizer, limits: EngineLimits) -> PreparedJob:
     """Check every field of a job and tokenize its prompt.
@@ -65,9 +73,11 @@ def prepare_job(job: Job, tokenizer: Tokenizer, limits: EngineLimits) -> Prepare
     """
     _check_fields(job)
     params = job.sampling_params
-    for token in params.stop_token_ids:
-        _check_token("stop_token_ids", token, limits.vocab_size)
-    token_ids = _tokenize(job, tokenizer, limits.vocab_size)
+    _check_range("stop_token_ids", params.stop_token_ids, limits.vocab_size)
+    field, token_ids = _tokenize(job, tokenizer)
+    if not token_ids:
+        raise InvalidRequestError(field, "is empty; at least one token is needed")
+    _check_range(field, token_ids, limits.vocab_size)
     stop_token_ids = frozenset(params.stop_token_ids)
     if not params.ignore_eos:
         stop_token_ids |= tokenizer.eos_token_ids
@@ -95,10 +105,13 @@ def _check_fields(job: Job) -> None:
         raise InvalidRequestError("prompt", f"{type(job.prompt).__name__} is not text")
     if not isinstance(job.sampling_params, SamplingParams):
         raise InvalidRequestError("sampling_params", "is not a SamplingParams")
-    for field in ("request_id", "cache_salt"):
-        value = getattr(job, field)
-        if value is not None and not isinstance(value, str):
-            raise InvalidRequestError(field, f"{value!r} is not text")
+    if job.request_id is not None and not isinstance(job.request_id, str):
+        raise InvalidRequestError("request_id", f"{job.request_id!r} is not text")
+    if not isinstance(job.cache_salt, str):
+        raise InvalidRequestError("cache_salt", f"{job.cache_salt!r} is not text")
+    settings = job.chat_template_kwargs
+    if not isinstance(settings, Mapping) or not all(isinstance(key, str) for key in settings):
+        raise InvalidRequestError("chat_template_kwargs", "is not a mapping of names to values")
     priority = job.priority
     if isinstance(priority, bool) or not isinstance(priority, int):
         raise InvalidRequestError("priority", f"{priority!r} is not a whole number")
@@ -108,28 +121,32 @@ def _check_fields(job: Job) -> None:
         )
 
 
-def _tokenize(job: Job, tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
+def _tokenize(job: Job, tokenizer: Tokenizer) -> tuple[str, tuple[int, ...]]:
+    """The field that holds the prompt, and the prompt's tokens."""
     if job.messages is not None:
-        return tuple(tokenizer.apply_chat_template(job.messages, **job.chat_template_kwargs))
+        token_ids = tokenizer.apply_chat_template(job.messages, **job.chat_template_kwargs)
+        return "messages", tuple(token_ids)
     if job.prompt is not None:
-        token_ids = tuple(tokenizer.encode(job.prompt))
-        if not token_ids:
-            raise InvalidRequestError("prompt", "is empty; at least one token is needed")
-        return token_ids
-    assert job.prompt_token_ids is not None
-    token_ids = tuple(job.prompt_token_ids)
-    if not token_ids:
-        raise InvalidRequestError("prompt_token_ids", "is empty; at least one token is needed")
+        return "prompt", tuple(tokenizer.encode(job.prompt))
+    given: object = job.prompt_token_ids
+    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
+        raise InvalidRequestError("prompt_token_ids", f"{type(given).__name__} is not a list")
+    return "prompt_token_ids", tuple(map(_token_id, given))
+
+
+def _token_id(value: object) -> int:
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        pass
+    raise InvalidRequestError("prompt_token_ids", f"{value!r} is not a token id")
+
+
+def _check_range(field: str, token_ids: tuple[int, ...], vocab_size: int) -> None:
     for token in token_ids:
-        _check_token("prompt_token_ids", token, vocab_size)
-    return token_ids
-
-
-def _check_token(field: str, token: object, vocab_size: int) -> None:
-    if isinstance(token, bool) or not isinstance(token, int):
-        raise InvalidRequestError(field, f"{token!r} is not a token id")
-    if not 0 <= token < vocab_size:
-        raise InvalidRequestError(field, f"{token} must be at least 0 and below {vocab_size}")
+        if not 0 <= token < vocab_size:
+            raise InvalidRequestError(field, f"{token} must be at least 0 and below {vocab_size}")
 
 
 def _with_max_tokens(

@@ -5,11 +5,12 @@ Importing this module imports no MLX, so that a fast BLAS can be put in front of
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from pagedmlx.config import EngineConfig
+from pagedmlx.engine.frames import clear_frames
 from pagedmlx.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -33,17 +34,20 @@ def load_engine(config: EngineConfig, on_progress: ProgressCallback | None = Non
 
     blas = load_fast_blas()
     try:
-        return _load(config, on_progress or _ignore, blas)
+        with ExitStack() as undo:
+            engine = _load(config, on_progress or _ignore, blas, undo)
+            undo.pop_all()
+            return engine
     except BaseException as error:
         from pagedmlx.engine.runner import release_mlx
 
-        # The traceback's frames hold the weights that were loaded so far.
-        traceback.clear_frames(error.__traceback__)
+        # The frames hold the weights that were loaded so far.
+        clear_frames(error)
         release_mlx()
         raise
 
 
-def _load(config: EngineConfig, report: ProgressCallback, blas: str) -> Engine:
+def _load(config: EngineConfig, report: ProgressCallback, blas: str, undo: ExitStack) -> Engine:
     import mlx.core as mx
 
     from pagedmlx.core.kv_manager import KVManager
@@ -74,6 +78,7 @@ def _load(config: EngineConfig, report: ProgressCallback, blas: str) -> Engine:
         block_size=config.block_size,
         kv_cache_dtype=config.kv_cache_dtype,
     )
+    undo.enter_context(adapter)
     report("checking the model against mlx-lm", None)
     probe = probe_model(adapter)
     on_gpu = mx.default_device() == mx.Device(mx.gpu)

@@ -16,7 +16,6 @@ from pagedmlx.models.probe import run_dummy_chunk
 MAX_DEFAULT_POOL_BYTES = {"cpu": 1 << 30, "gpu": 4 << 30}
 """Largest pool that is taken unasked: all of it is allocated at the start."""
 
-
 CPU_HEADROOM_BYTES = 1 << 30
 
 
@@ -90,21 +89,22 @@ def plan_pool(
     """
     block_bytes = sum(layout.block_bytes(group) for group in range(len(layout.groups)))
     if config.num_blocks is not None:
-        num_blocks = config.num_blocks
+        available = config.num_blocks * block_bytes
         field = "num_blocks"
     elif config.kv_cache_memory is not None:
-        num_blocks = config.kv_cache_memory // block_bytes
+        available = config.kv_cache_memory
         field = "kv_cache_memory"
     else:
         share = int(device_bytes * config.gpu_memory_utilization)
         left = share - parameter_bytes - headroom_bytes
-        num_blocks = min(left, MAX_DEFAULT_POOL_BYTES["gpu" if on_gpu else "cpu"]) // block_bytes
+        available = min(left, MAX_DEFAULT_POOL_BYTES["gpu" if on_gpu else "cpu"])
         field = "gpu_memory_utilization"
+    num_blocks = available // block_bytes
     pool_bytes = num_blocks * block_bytes
     if num_blocks < 1:
         raise InvalidRequestError(
             field,
-            f"leaves {max(pool_bytes, 0)} bytes for the pool, but one block takes {block_bytes} "
+            f"leaves {max(available, 0)} bytes for the pool, but one block takes {block_bytes} "
             f"(the weights take {parameter_bytes} of {device_bytes})",
             hint="take a smaller model, or set --kv-cache-memory",
         )

@@ -73,13 +73,18 @@ class OutputEvent:
 
     request_id: str
     index: int
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str | None
-    stop_reason: str | int | None
-    num_cached_tokens: int
-    metrics: RequestMetrics
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    num_cached_tokens: int = 0
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
     error: PagedMLXError | None = None
+
+    @classmethod
+    def failed(cls, request_id: str, index: int, error: PagedMLXError) -> OutputEvent:
+        """The last event of an output that the engine can say no more about."""
+        return cls(request_id, index, finish_reason="error", error=error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,10 +203,10 @@ class OutputCollector:
         )
 
 
-def refused_output(job: Job, request_id: str, error: PagedMLXError) -> RequestOutput:
-    """The output of a request that never ran."""
+def refused_output(job: Job, error: PagedMLXError) -> RequestOutput:
+    """The output of a job that could not even become a request."""
     return RequestOutput(
-        request_id=request_id,
+        request_id=job.request_id or "",
         prompt=job.prompt,
         prompt_token_ids=(),
         outputs=(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import threading
@@ -12,8 +13,10 @@ from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, TypeVar
 
-from pagedmlx.engine.outputs import Job, OutputEvent, RequestMetrics
-from pagedmlx.errors import EngineClosedError, EngineDeadError, PagedMLXError
+from pagedmlx.engine.frames import clear_frames
+from pagedmlx.engine.load import ProgressCallback
+from pagedmlx.engine.outputs import Job, OutputEvent
+from pagedmlx.errors import EngineClosedError, EngineDeadError, PagedMLXError, RequestFailedError
 
 if TYPE_CHECKING:
     from pagedmlx.engine.engine import Engine
@@ -26,24 +29,30 @@ _Result = TypeVar("_Result")
 _logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class _Subscriber:
     sink: Sink
-    num_open: int
+    open_outputs: set[int]
 
 
 class EngineWorker:
     """Runs an engine on a thread of its own, from loading to closing.
 
-    All methods are safe on any thread. Every request that was accepted gets a last event for each
-    of its outputs, whatever happens to the engine.
+    All methods are safe on any thread. Every output of a submitted request gets a last event,
+    whatever happens to the engine.
 
     Args:
-        build: Makes the engine; called on the worker's thread.
+        build: Makes the engine; called on the worker's thread, with a callback for progress.
+        on_progress: Told what is being loaded, on the worker's thread.
     """
 
-    def __init__(self, build: Callable[[], Engine]) -> None:
+    def __init__(
+        self,
+        build: Callable[[ProgressCallback], Engine],
+        on_progress: ProgressCallback | None = None,
+    ) -> None:
         self._build = build
+        self._on_progress = on_progress
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._subscribers: dict[str, _Subscriber] = {}
         self._lock = threading.RLock()
@@ -55,6 +64,10 @@ class EngineWorker:
 
     def start(self) -> Future[None]:
         """Begin to load the engine; the future tells when it is ready, or why it isn't."""
+        # Nobody who waits for it may cancel the loading itself.
+        self._loaded.set_running_or_notify_cancel()
+        # The thread must end before the interpreter takes MLX down under it.
+        atexit.register(self.close)
         self._thread.start()
         return self._loaded
 
@@ -70,34 +83,55 @@ class EngineWorker:
         """Why the step loop died, or None while it is well."""
         return self._failure
 
-    def submit(self, job: Job, sink: Sink) -> Future[PreparedJob]:
-        """Check and tokenize a job here, then hand it to the engine.
-
-        Args:
-            job: The request.
-            sink: Gets its events, beginning before or after the future is done.
-
-        Returns:
-            A future of the accepted job; it holds the error if the engine refuses it.
+    def prepare(self, job: Job) -> PreparedJob:
+        """Check and tokenize a job, on the caller's thread.
 
         Raises:
             InvalidRequestError: The job itself can't be served.
             EngineClosedError: The engine was closed.
             EngineDeadError: Its loop failed.
         """
-        prepared = replace(self.engine.prepare(job), arrival_s=time.monotonic())
+        arrival_s = time.monotonic()
+        return replace(self.engine.prepare(job), arrival_s=arrival_s)
 
-        def add() -> PreparedJob:
-            self.engine.add_request(prepared)
-            self._subscribers[prepared.request_id] = _Subscriber(sink, prepared.params.n)
-            return prepared
+    def submit(self, prepared: PreparedJob, sink: Sink) -> None:
+        """Hand a job to the engine; if the engine refuses it, its events say so.
 
-        return self.call(add)
+        Raises:
+            EngineClosedError: The engine was closed; there will be no events.
+            EngineDeadError: Its loop failed; there will be no events.
+        """
+        subscriber = _Subscriber(sink, set(range(prepared.params.n)))
 
-    def abort(self, request_id: str) -> None:
-        """End a request soon; its outputs get events with the reason ``abort``."""
+        def add() -> None:
+            try:
+                self.engine.add_request(prepared)
+            except PagedMLXError as error:
+                _fail(prepared.request_id, subscriber, error)
+            except Exception as problem:
+                _logger.exception("request %s can't be added", prepared.request_id)
+                error = RequestFailedError(f"request {prepared.request_id}: {problem!r}")
+                _fail(prepared.request_id, subscriber, error)
+            else:
+                self._subscribers[prepared.request_id] = subscriber
+
+        self.call(add)
+
+    def abort(self, request_id: str, sink: Sink) -> None:
+        """End a request soon, if it still runs; its outputs get events with the reason ``abort``.
+
+        Args:
+            request_id: The request.
+            sink: The one that it was submitted with: ids can be used again.
+        """
+
+        def end() -> None:
+            subscriber = self._subscribers.get(request_id)
+            if subscriber is not None and subscriber.sink == sink:
+                self._dispatch(self.engine.abort(request_id))
+
         with contextlib.suppress(EngineClosedError, EngineDeadError):
-            self.call(lambda: self._dispatch(self.engine.abort(request_id)))
+            self.call(end)
 
     def call(self, function: Callable[[], _Result]) -> Future[_Result]:
         """Run a function on the engine's thread, between two steps.
@@ -126,12 +160,17 @@ class EngineWorker:
             already_closing, self._closing = self._closing, True
             if not already_closing:
                 self._commands.put(lambda: None)  # wakes the thread
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+        if threading.current_thread() is self._thread:
+            return
+        if self._thread.is_alive():
             self._thread.join(timeout_s)
+        if not self._thread.is_alive():
+            atexit.unregister(self.close)
 
     def _check_open(self) -> None:
         if self._failure is not None:
-            raise self._failure
+            # A new one each time: an exception collects the frames that it is raised through.
+            raise EngineDeadError(str(self._failure)) from self._failure
         if self._closing:
             raise EngineClosedError("the engine is closed")
 
@@ -139,32 +178,54 @@ class EngineWorker:
 
     def _run(self) -> None:
         try:
-            self._engine = self._build()
+            self._engine = self._build(self._report)
         except BaseException as error:
-            with self._lock:
-                self._closing = True
+            self._refuse_commands()
+            clear_frames(error)
             self._loaded.set_exception(error)
             return
         self._loaded.set_result(None)
         try:
             self._loop(self._engine)
-            self._shut(EngineClosedError("the engine was closed"), "abort")
+            for request_id in tuple(self._subscribers):
+                self._dispatch(self._engine.abort(request_id))
         except BaseException as error:
-            _logger.exception("the engine's loop failed")
-            failure = EngineDeadError(f"the engine's loop failed: {type(error).__name__}: {error}")
-            failure.__cause__ = error
-            with self._lock:
-                self._failure = failure
-            self._shut(failure, "error")
+            self._die(error)
         finally:
+            self._refuse_commands()
             engine, self._engine = self._engine, None
             engine.close()
+
+    def _report(self, what: str, share: float | None) -> None:
+        """Pass on what is being loaded; loading ends here when it is no longer wanted."""
+        if self._closing:
+            raise EngineClosedError("the engine was closed while it was loading")
+        if self._on_progress is not None:
+            self._on_progress(what, share)
 
     def _loop(self, engine: Engine) -> None:
         while not self._closing:
             self._obey(wait=not engine.has_unfinished)
             if not self._closing and engine.has_unfinished:
                 self._dispatch(engine.step())
+
+    def _die(self, error: BaseException) -> None:
+        """Tell every open request that the loop has failed."""
+        _logger.error("the engine's loop failed", exc_info=error)
+        failure = EngineDeadError(f"the engine's loop failed: {type(error).__name__}: {error}")
+        failure.__cause__ = error
+        # Its frames hold the pool and the model.
+        clear_frames(error)
+        with self._lock:
+            self._failure = failure
+        while self._subscribers:
+            _fail(*self._subscribers.popitem(), failure)
+
+    def _refuse_commands(self) -> None:
+        """Let nothing more in; what is queued finds the engine closed or dead, and says so."""
+        with self._lock:
+            self._closing = True
+        self._obey(wait=False)
 
     def _obey(self, *, wait: bool) -> None:
         """Carry out the commands that are there; ``wait`` for one if there are none."""
@@ -179,29 +240,27 @@ class EngineWorker:
             if subscriber is None:
                 continue
             if event.finish_reason is not None:
-                subscriber.num_open -= 1
-                if subscriber.num_open == 0:
+                subscriber.open_outputs.discard(event.index)
+                if not subscriber.open_outputs:
                     del self._subscribers[event.request_id]
-            try:
-                subscriber.sink(event)
-            except Exception:
-                # A client's fault must not reach the others: nobody listens to it any more.
-                _logger.exception("the receiver of request %s failed", event.request_id)
+            if not _tell(subscriber, event):
+                # Nobody listens to it any more; the others must not notice.
                 self._subscribers.pop(event.request_id, None)
                 assert self._engine is not None
                 self._engine.abort(event.request_id)
 
-    def _shut(self, error: PagedMLXError, reason: str) -> None:
-        """Tell every open request that it is over, and refuse what is still queued."""
-        assert self._engine is not None
-        if reason == "abort":
-            for request_id in tuple(self._subscribers):
-                self._dispatch(self._engine.abort(request_id))
-        for request_id, subscriber in tuple(self._subscribers.items()):
-            self._dispatch(
-                OutputEvent(request_id, index, "", (), reason, None, 0, RequestMetrics(), error)
-                for index in range(subscriber.num_open)
-            )
-        with self._lock:
-            self._closing = True
-            self._obey(wait=False)  # each finds the engine closed or dead, and its future says so
+
+def _tell(subscriber: _Subscriber, event: OutputEvent) -> bool:
+    """Hand over an event; False if its receiver failed."""
+    try:
+        subscriber.sink(event)
+    except Exception:
+        _logger.exception("the receiver of request %s failed", event.request_id)
+        return False
+    return True
+
+
+def _fail(request_id: str, subscriber: _Subscriber, error: PagedMLXError) -> None:
+    """End whatever outputs of a request are open."""
+    for index in sorted(subscriber.open_outputs):
+        _tell(subscriber, OutputEvent.failed(request_id, index, error))
