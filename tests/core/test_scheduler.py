@@ -296,15 +296,22 @@ def test_a_larger_priority_is_served_first_then_the_earlier_arrival() -> None:
 
 
 def test_a_step_never_runs_a_sequence_that_it_preempts() -> None:
-    """Two hold the same content twice; the one that loses its blocks could share the other's."""
-    driver = make_driver(7, 2, max_num_batched_tokens=64)
-    driver.add(make_request((1,), 9, request_id="front", seed=5, priority=1))
-    driver.add(make_request((0,), 7, request_id="twins", n=2, seed=0))
+    """Twins hold equal content twice: the one that loses its blocks could share the other's."""
+    driver = make_driver(5, 2)
+    driver.add(make_request((0,), 5, n=2, seed=0))
     run_and_check(driver)
-    preempting = [step for step in driver.steps if step.preempted]
-    assert preempting
-    for step in preempting:
-        assert not set(step.preempted) & set(scheduled_ids(step))
+    (preempting,) = (step for step in driver.steps if step.preempted)
+    assert not set(preempting.preempted) & set(scheduled_ids(preempting))
+
+
+def test_a_fork_of_a_fork_made_in_the_same_step_copies_from_the_first_source() -> None:
+    """All copies of a step happen at once, so none may read what another writes."""
+    driver = make_driver(6, 2, prefix_caching=False, max_num_batched_tokens=4)
+    driver.add(make_request((0, 0), 3, request_id="low", n=3))
+    driver.add(make_request((0, 0, 0, 0), 4, request_id="high", n=2, priority=1))
+    run_and_check(driver)
+    twice = [step for step in driver.steps if len(step.copies) == 2]
+    assert any(step.copies[0].src == step.copies[1].src for step in twice)
 
 
 def test_a_long_prompt_never_stalls_those_that_run() -> None:
