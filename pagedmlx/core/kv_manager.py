@@ -77,6 +77,11 @@ class KVManager:
         """Longest sequence that fits when it has the pool to itself."""
         return min(pool.num_blocks for pool in self.pools) * self.block_size
 
+    @property
+    def num_available_blocks(self) -> int:
+        """Blocks that every group can still give: free or cached."""
+        return min(pool.num_available_blocks for pool in self.pools)
+
     def new_tables(self) -> tuple[BlockTable, ...]:
         """Empty tables for a new sequence."""
         return tuple(BlockTable(pool) for pool in self.pools)

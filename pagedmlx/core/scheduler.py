@@ -240,8 +240,12 @@ class Scheduler:
                 break
             if any(s.num_overtaken >= self._config.max_overtakes for s in blocked):
                 break
-            if sequence.seq_id in plan.preempted:
-                blocked.append(sequence)  # a step never both takes a sequence's blocks and runs it
+            # With something running, leave it one block to grow into.
+            keep = promised + 1 if self.running else 0
+            # Whatever it shares, it needs a block of its own. And a step never both takes a
+            # sequence's blocks and runs it.
+            if self.kv.num_available_blocks <= keep or sequence.seq_id in plan.preempted:
+                blocked.append(sequence)
                 continue
             siblings = self._running_siblings(sequence)
             if siblings and not any(self._can_fork(plan, sibling) for sibling in siblings):
@@ -250,8 +254,6 @@ class Scheduler:
             if self.kv.is_pending(sequence, prefix):
                 num_deferred += 1
                 continue
-            # With something running, leave it one block to grow into.
-            keep = promised + 1 if self.running else 0
             if self.kv.num_blocks_short(sequence, prefix, keep) > 0:
                 blocked.append(sequence)
                 continue
