@@ -1,0 +1,137 @@
+"""Engines without a model: tokens come from a hash of the exact prefix, text from single bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from hashlib import blake2b
+
+from pagedmlx.config import EngineConfig
+from pagedmlx.core.groups import KVGroup, KVGroupKind
+from pagedmlx.core.kv_manager import KVManager
+from pagedmlx.core.scheduler import Scheduler
+from pagedmlx.core.sequence import Sequence
+from pagedmlx.core.step import Step, StepResult
+from pagedmlx.engine.engine import Engine
+from pagedmlx.engine.inputs import EngineLimits
+from pagedmlx.engine.outputs import Job, OutputEvent, RequestOutput
+from pagedmlx.text.tokenizer import Tokenizer
+from tests.support.tokenizers import byte_ids, byte_tokenizer
+
+EOS = byte_tokenizer().token_to_id("</s>")
+LETTERS = tuple(byte_ids(b"abcdefgh "))
+VOCAB_SIZE = 268
+
+Choose = Callable[[Sequence], int]
+BeforeStep = Callable[[Step], None]
+
+
+def hashed_letter(sequence: Sequence) -> int:
+    """A letter that depends on all tokens so far; on seed and index too, unless greedy."""
+    request = sequence.request
+    chance = () if request.params.is_greedy else (request.seed, sequence.index)
+    digest = blake2b(repr((sequence.token_ids, chance)).encode(), digest_size=4).digest()
+    return LETTERS[int.from_bytes(digest, "little") % len(LETTERS)]
+
+
+def spelled(text: str | bytes, *, then: int = EOS) -> Choose:
+    """Every output spells ``text``, and then goes on with one token for ever."""
+    ids = byte_ids(text.encode() if isinstance(text, str) else text)
+
+    def choose(sequence: Sequence) -> int:
+        position = sequence.num_output_tokens
+        return ids[position] if position < len(ids) else then
+
+    return choose
+
+
+class FakeRunner:
+    """Computes nothing: ``choose`` names the token of each sequence that samples."""
+
+    def __init__(self, choose: Choose = hashed_letter, before_step: BeforeStep | None = None):
+        self.choose = choose
+        self.before_step = before_step
+        self.num_closes = 0
+        self.scheduled: set[str] = set()
+
+    def run(self, step: Step) -> StepResult:
+        if self.before_step is not None:
+            self.before_step(step)
+        self.scheduled |= {entry.sequence.request.request_id for entry in step.scheduled}
+        sampling = [entry.sequence for entry in step.scheduled if entry.needs_logits]
+        return StepResult(step.step_id, {each.seq_id: self.choose(each) for each in sampling})
+
+    def close(self) -> None:
+        self.num_closes += 1
+
+
+def make_engine(
+    runner: FakeRunner | None = None,
+    *,
+    max_model_len: int = 512,
+    tokenizer: Tokenizer | None = None,
+    **settings: object,
+) -> Engine:
+    """An engine over a fake runner with blocks of four tokens, checked after every step."""
+    small = {"block_size": 4, "num_blocks": 64, "prefill_chunk_size": 8, "check_integrity": True}
+    config = EngineConfig(**{**small, **settings})  # type: ignore[arg-type]
+    assert config.num_blocks is not None
+    kv = KVManager(
+        (KVGroup(KVGroupKind.FULL, (0,)),),
+        (config.num_blocks,),
+        config.block_size,
+        enable_prefix_caching=config.enable_prefix_caching,
+    )
+    limits = EngineLimits(
+        max_model_len=max_model_len,
+        capacity_tokens=config.num_blocks * config.block_size,
+        block_size=config.block_size,
+        vocab_size=VOCAB_SIZE,
+    )
+    return Engine(
+        config,
+        Scheduler(kv, config),
+        runner or FakeRunner(),
+        tokenizer or byte_tokenizer(),
+        limits,
+        notes=("fake",),
+    )
+
+
+def run_jobs(engine: Engine, jobs: Iterable[Job]) -> list[RequestOutput]:
+    """Add all jobs, step until all have ended, and return their outputs in order."""
+    prepared = [engine.prepare(job) for job in jobs]
+    collectors = {each.request_id: each.collector() for each in prepared}
+    for each in prepared:
+        engine.add_request(each)
+    while engine.has_unfinished:
+        for event in engine.step():
+            collectors[event.request_id].add(event)
+    assert all(collector.finished for collector in collectors.values())
+    return [collector.output() for collector in collectors.values()]
+
+
+def run_job(engine: Engine, job: Job) -> RequestOutput:
+    return run_jobs(engine, [job])[0]
+
+
+def events_of(engine: Engine) -> list[OutputEvent]:
+    """Step until idle; all events in order."""
+    events: list[OutputEvent] = []
+    while engine.has_unfinished:
+        events += engine.step()
+    return events
+
+
+def assert_idle(engine: Engine) -> None:
+    """Nothing is left of any request, and every block is free or cached."""
+    engine.check_integrity()
+    stats = engine.stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
+    assert stats.num_free_blocks + stats.num_cached_blocks == stats.num_blocks
+    assert engine._live == {}
+    scheduler = engine._scheduler
+    assert not scheduler._requests
+    assert not scheduler._waited
+    assert not scheduler._in_flight
+    assert not scheduler.kv._pending
+    assert not scheduler.kv._pending_of
