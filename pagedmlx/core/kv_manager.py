@@ -5,7 +5,6 @@ Every change is all or nothing: a method either does its whole work or leaves no
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -98,10 +97,17 @@ class KVManager:
 
     def find_cached(self, sequence: Sequence) -> SharedPrefix:
         """The longest cached prefix; the sequence's last token is never part of it."""
-        chains: list[list[PrefixEntry]] = [[] for _ in self.groups]
         usable = self._num_usable_blocks(sequence)
         root = self._extend_hashes(sequence, usable)
-        for index in range(usable):
+        # Who waits looks again at each step: what was found is kept as far as it still stands.
+        chains = sequence.cached_chains
+        chains.extend([] for _ in range(len(self.groups) - len(chains)))
+        for prefix_index, chain in zip(self._indexes, chains, strict=True):
+            prefix_index.cut_dead(chain)
+        known = min(usable, *map(len, chains))
+        for chain in chains:
+            del chain[known:]
+        for index in range(known, usable):
             tokens = self._block_tokens(sequence, index)
             found = [
                 prefix_index.find(
@@ -221,8 +227,7 @@ class KVManager:
         for table, prefix_index in zip(sequence.block_tables, self._indexes, strict=True):
             chain = table.entries
             # An entry may name another's block, evicted since; nothing is found behind a hole.
-            live = itertools.takewhile(prefix_index.is_live, chain)
-            del chain[sum(1 for _ in live) :]
+            prefix_index.cut_dead(chain)
             for index in range(len(chain), num_full):
                 parent = chain[-1] if chain else None
                 tokens = self._block_tokens(sequence, index)
@@ -252,6 +257,8 @@ class KVManager:
         del sequence.token_ids[num_tokens:]
         del sequence.block_hashes[num_full:]
         sequence.num_computed_tokens = num_computed
+        for chain in sequence.cached_chains:
+            del chain[num_full:]
         for table in sequence.block_tables:
             table.truncate(self.num_blocks_for(num_computed))
             del table.entries[num_full:]

@@ -111,6 +111,13 @@ class PrefixIndex:
         block_hash = entry.block.block_hash
         return block_hash is not None and self._entries.get(block_hash) is entry
 
+    def cut_dead(self, chain: list[PrefixEntry]) -> None:
+        """Shorten a chain to the entries before the first one that is no longer indexed."""
+        for index, entry in enumerate(chain):
+            if not self.is_live(entry):
+                del chain[index:]
+                return
+
     def remove(self, block: Block) -> None:
         """Forget an indexed block."""
         assert block.block_hash is not None

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from pagedmlx.core.block_table import BlockTable
+from pagedmlx.core.prefix import PrefixEntry
 from pagedmlx.core.request import Request
 
 
@@ -47,6 +48,7 @@ class Sequence:
         num_preemptions: How often it lost its blocks.
         num_overtaken: How many others passed it while it waited and didn't fit.
         block_hashes: Hashes of its full blocks as far as they were needed; the KV manager's.
+        cached_chains: What its last look-up in the prefix cache found, for each group; likewise.
     """
 
     seq_id: int
@@ -62,6 +64,7 @@ class Sequence:
     num_preemptions: int = 0
     num_overtaken: int = 0
     block_hashes: list[bytes] = field(default_factory=list[bytes])
+    cached_chains: list[list[PrefixEntry]] = field(default_factory=list[list[PrefixEntry]])
 
     @property
     def num_tokens(self) -> int:

@@ -300,3 +300,20 @@ def test_a_block_says_what_it_is() -> None:
     kv = make_kv()
     assert repr(compute(kv, A).block_tables[0].blocks[0]) == "Block(0, ref_count=1, indexed)"
     assert repr(Block(3)) == "Block(3, ref_count=0)"
+
+
+def test_what_a_waiting_sequence_found_is_forgotten_with_its_blocks() -> None:
+    kv = make_kv(4)
+    kv.release(compute(kv, A + B))
+    waits = new_sequence(kv, (*A, *B, 0))
+    assert kv.find_cached(waits).num_tokens == 8
+    hoard = [kv.pools[0].allocate() for _ in range(3)]
+    assert kv.find_cached(waits).num_tokens == 4
+    hoard.append(kv.pools[0].allocate())
+    assert kv.find_cached(waits).num_tokens == 0
+    for block in hoard:
+        kv.pools[0].free(block)
+    kv.release(compute(kv, A + B))
+    assert kv.find_cached(waits).num_tokens == 8
+    waits.token_ids[8:] = []
+    assert kv.find_cached(waits).num_tokens == 4, "the last token is never part of a hit"
