@@ -207,6 +207,29 @@ def test_admission_counts_whole_blocks() -> None:
     assert second.num_preemptions == 0
 
 
+def test_a_newcomer_leaves_those_that_run_a_block_to_grow_into() -> None:
+    driver = make_driver(4, 4, prefix_caching=False)
+    driver.add(make_request(tokens(9), 2, request_id="running"))
+    driver.step()
+    (small,) = driver.add(make_request(tokens(2, 90), 2, request_id="small"))
+    driver.step()
+    assert small.status is SequenceStatus.WAITING
+    assert driver.scheduler.stats().num_free_blocks == 4, "what ran has ended meanwhile"
+    run_and_check(driver)
+    assert driver.scheduler.stats().num_preemptions == 0
+
+
+def test_a_newcomer_leaves_room_for_what_running_prompts_still_need() -> None:
+    driver = make_driver(8, 4, prefix_caching=False, prefill_chunk_size=4)
+    driver.add(make_request(tokens(20), 2, request_id="chunked"))
+    driver.step()
+    (other,) = driver.add(make_request(tokens(12, 90), 2, request_id="other"))
+    driver.step()
+    assert other.status is SequenceStatus.WAITING
+    run_and_check(driver)
+    assert driver.scheduler.stats().num_preemptions == 0
+
+
 def test_a_small_request_may_pass_a_big_one_but_only_so_often() -> None:
     driver = make_driver(10, 4, max_overtakes=3, prefix_caching=False)
     driver.add(make_request(tokens(20), 12, request_id="running"))
