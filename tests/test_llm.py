@@ -58,7 +58,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeLLM]:
 def jobs(count: int, max_tokens: int = 12) -> Iterator[Job]:
     for number in range(count):
         params = replace(GREEDY, max_tokens=1 + number % max_tokens)
-        yield Job(prompt="prompt %d" % number, request_id=str(number), sampling_params=params)
+        yield Job(prompt=f"prompt {number}", request_id=str(number), sampling_params=params)
 
 
 def assert_llm_idle(llm: LLM) -> None:
@@ -71,7 +71,7 @@ def assert_llm_idle(llm: LLM) -> None:
 
 
 def test_outputs_come_in_the_order_of_the_prompts(fake: FakeLLM):
-    prompts = ["prompt %d" % number for number in range(20)]
+    prompts = [f"prompt {number}" for number in range(20)]
     params = [replace(GREEDY, max_tokens=20 - number) for number in range(20)]
     outputs = fake().generate(prompts, params)
     assert [output.prompt for output in outputs] == prompts
@@ -103,8 +103,8 @@ def test_more_prompts_than_may_be_in_flight_all_come_back(
     fake: FakeLLM, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(pagedmlx.llm, "_MAX_IN_FLIGHT", 3)
-    outputs = fake().generate(["prompt %d" % number for number in range(11)], GREEDY)
-    assert [output.prompt for output in outputs] == ["prompt %d" % n for n in range(11)]
+    outputs = fake().generate([f"prompt {number}" for number in range(11)], GREEDY)
+    assert [output.prompt for output in outputs] == [f"prompt {n}" for n in range(11)]
 
 
 def test_a_prompt_that_cannot_be_served_keeps_all_from_running(fake: FakeLLM):
@@ -122,7 +122,7 @@ def test_a_prompt_that_cannot_be_served_keeps_all_from_running(fake: FakeLLM):
 
 def test_calls_from_many_threads_are_served_together(fake: FakeLLM):
     llm = fake()
-    prompts = ["prompt %d" % number for number in range(12)]
+    prompts = [f"prompt {number}" for number in range(12)]
     with ThreadPoolExecutor(6) as threads:
         outputs = list(threads.map(lambda prompt: llm.generate(prompt, GREEDY)[0], prompts))
     for output, prompt in zip(outputs, prompts, strict=True):
@@ -195,7 +195,7 @@ def test_jobs_are_pulled_only_as_there_is_room(fake: FakeLLM, max_in_flight: int
 
 def test_a_finished_result_does_not_wait_for_a_slow_source(fake: FakeLLM):
     llm = fake()
-    results: list[RequestOutput] = []
+    results: dict[str, RequestOutput] = {}
 
     def source() -> Iterator[Job]:
         yield from jobs(1)
@@ -207,8 +207,8 @@ def test_a_finished_result_does_not_wait_for_a_slow_source(fake: FakeLLM):
         yield Job(prompt="third", request_id="third", sampling_params=GREEDY)
 
     for result in llm.generate_iter(source()):
-        results.append(result)
-    assert [result.request_id for result in results] == ["0", "second", "third"]
+        results[result.request_id] = result
+    assert list(results) == ["0", "second", "third"]
 
 
 def test_refused_jobs_are_told_and_the_others_go_on(fake: FakeLLM):

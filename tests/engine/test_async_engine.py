@@ -64,7 +64,7 @@ async def until_idle(engine: AsyncEngine) -> None:
 def test_many_requests_at_once_equal_solo():
     async def main() -> None:
         async with await started() as engine:
-            jobs = [job("prompt %d" % i, 1 + i % 20) for i in range(60)]
+            jobs = [job(f"prompt {i}", 1 + i % 20) for i in range(60)]
             async with asyncio.timeout(WAIT_S):
                 outputs = await asyncio.gather(*(collect(engine, each) for each in jobs))
             for each, seen in zip(jobs, outputs, strict=True):

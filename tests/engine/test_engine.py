@@ -180,7 +180,7 @@ def test_requests_without_a_seed_differ_and_the_engines_seed_repeats_them():
 
 def test_lifetimes_of_all_lengths_in_one_batch_equal_solo():
     lengths = (1, 2, 3, 5, 8, 13, 40, 80)
-    jobs = [job("prompt %d" % n, max_tokens=n) for n in lengths]
+    jobs = [job(f"prompt {n}", max_tokens=n) for n in lengths]
     solo = [run_job(make_engine(enable_prefix_caching=False), each).outputs for each in jobs]
     engine = make_engine(num_blocks=200)
     assert [output.outputs for output in run_jobs(engine, jobs)] == solo

@@ -75,7 +75,7 @@ def test_a_stop_token_outside_the_vocabulary_is_refused_with_the_limit():
 
 def test_tokens_of_a_text_that_the_model_does_not_have_are_refused():
     narrow = EngineLimits(max_model_len=100, capacity_tokens=64, block_size=4, vocab_size=50)
-    with pytest.raises(InvalidRequestError, match="prompt: .* below 50"):
+    with pytest.raises(InvalidRequestError, match=r"prompt: .* below 50"):
         prepare(narrow, prompt="\xff")
 
 

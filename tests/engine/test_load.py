@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from pagedmlx import LLM, SamplingParams
+from pagedmlx.engine.frames import clear_frames
+from pagedmlx.errors import InvalidRequestError, ModelLoadError, PagedMLXError
+from tests.support.tiny_models import save_tiny_folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return save_tiny_folder(tmp_path / "model", max_model_len=256)
+
+
+def change(path: Path, **values: object) -> None:
+    config = json.loads(path.read_text())
+    config.update(values)
+    path.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+
+
+def test_notes_say_how_the_engine_was_set_up(folder: Path):
+    told: list[str] = []
+    with LLM(str(folder), num_blocks=8, on_progress=lambda what, _share: told.append(what)) as llm:
+        notes = "\n".join(llm.load_notes)
+    assert "weights in float32" in notes
+    assert "pool: 8 blocks of 16 tokens" in notes
+    assert "context: 129 tokens, all that the pool holds (the model has 256)" in notes
+    assert "checking the model against mlx-lm" in told
+    assert "allocating the pool" in told
+
+
+def test_the_context_is_the_models_unless_a_smaller_one_is_set(folder: Path):
+    with LLM(str(folder), num_blocks=64) as llm:
+        assert llm._worker.engine.limits.max_len == 256
+    with LLM(str(folder), num_blocks=64, max_model_len=100) as llm:
+        assert llm._worker.engine.limits.max_len == 100
+        output = llm.generate("a" * 60, SamplingParams(max_tokens=None, ignore_eos=True))[0]
+        assert len(output.prompt_token_ids) + len(output.outputs[0].token_ids) == 100
+    with pytest.raises(
+        InvalidRequestError, match="max_model_len: 257 is more than the model's 256"
+    ):
+        LLM(str(folder), num_blocks=64, max_model_len=257)
+
+
+@pytest.mark.parametrize("damage", ["weights", "config", "tokenizer"])
+def test_a_damaged_folder_is_one_line_with_a_hint(folder: Path, damage: str):
+    name = {"weights": "model.safetensors", "config": "config.json", "tokenizer": "tokenizer.json"}
+    (folder / name[damage]).unlink()
+    with pytest.raises(ModelLoadError) as caught:
+        LLM(str(folder), num_blocks=8)
+    assert "\n" not in str(caught.value)
+    assert caught.value.hint
+
+
+def test_an_end_token_of_the_generation_config_ends_outputs(folder: Path):
+    with LLM(str(folder), num_blocks=8) as llm:
+        assert llm._worker.engine.tokenizer.eos_token_ids >= {1, 2}
+
+
+def test_a_progress_callback_that_fails_ends_the_load_with_its_error(folder: Path):
+    def fail(_what: str, _share: float | None) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        LLM(str(folder), num_blocks=8, on_progress=fail)
+
+
+def test_loading_prints_and_logs_nothing(
+    folder: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+):
+    with caplog.at_level(logging.WARNING), LLM(str(folder), num_blocks=8) as llm:
+        llm.generate("hello")
+    assert capfd.readouterr() == ("", "")
+    assert not caplog.records
+
+
+def test_clearing_frames_reaches_the_errors_behind_an_error():
+    held: list[object] = []
+
+    class Heavy:
+        def __del__(self) -> None:
+            held.append("gone")
+
+    def inner() -> None:
+        heavy = Heavy()
+        raise ValueError(id(heavy))
+
+    def outer() -> None:
+        try:
+            inner()
+        except ValueError as error:
+            raise PagedMLXError("outer") from error
+
+    with pytest.raises(PagedMLXError) as caught:
+        outer()
+    assert not held
+    clear_frames(caught.value)
+    assert held == ["gone"]
