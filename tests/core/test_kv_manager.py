@@ -317,3 +317,11 @@ def test_what_a_waiting_sequence_found_is_forgotten_with_its_blocks() -> None:
     assert kv.find_cached(waits).num_tokens == 8
     waits.token_ids[8:] = []
     assert kv.find_cached(waits).num_tokens == 4, "the last token is never part of a hit"
+
+
+def test_a_fork_counts_the_copy_of_its_partly_filled_block() -> None:
+    kv = make_kv(4)
+    first = compute(kv, (*A, 1, 2))
+    twin = Sequence(1, first.request, 1, [*A, 1, 2], kv.new_tables())
+    prefix = kv.find_forkable(twin, first)
+    assert kv.num_blocks_short(twin, prefix, 0) == 1 - 2
