@@ -1,4 +1,4 @@
-"""KVStore: the one owner of the pool's arrays, and the only code that writes or reads them.
+"""KVStore: the one owner of the pool's arrays and of the order in which they are written and read.
 
 Which blocks a sequence holds is the core's business; how they are attended to is ``ops``'.
 """
@@ -12,35 +12,53 @@ import numpy.typing as npt
 from pagedmlx.core.batch import NO_BLOCK, GroupArrays
 from pagedmlx.core.groups import KVGroupKind
 from pagedmlx.kv.layout import AxisOrder, KVLayout
+from pagedmlx.kv.writer import FunctionalWriter, LayerPool, PoolWriter
 
 
 class KVStore:
-    """One K and one V array for each layer, written by functional update.
+    """One K and one V array for each layer.
 
-    An update runs in place only while the store holds the sole reference to the array and no
-    read of it is in flight, else MLX copies the whole array. So nothing outside this class may
-    keep a pool array or a pending read of one past ``commit``, and no name in here may outlive
-    the statement that replaces the array.
+    A functional update runs in place only while the store holds the sole reference to an array
+    and no read of it is in flight, else MLX copies the whole array. So nothing outside this class
+    may keep a pool array or a pending read of one past ``commit``.
+
+    An update in place is ordered by tokens: every write takes the newest one and gives the next,
+    every read takes the newest one. A read that nothing has evaluated when a later write of the
+    same slots runs may see that write; ``submit`` puts all that it evaluates before later writes.
 
     Args:
         layout: Shapes, element type and axis order.
         num_blocks: Blocks in the pool of each KV group.
         fill: Value that every element starts with.
+        writer: How the arrays are changed; by functional update if None.
     """
 
-    def __init__(self, layout: KVLayout, num_blocks: tuple[int, ...], fill: float = 0.0) -> None:
+    def __init__(
+        self,
+        layout: KVLayout,
+        num_blocks: tuple[int, ...],
+        fill: float = 0.0,
+        writer: PoolWriter | None = None,
+    ) -> None:
         assert len(num_blocks) == len(layout.groups)
         self.layout = layout
         self.num_blocks = num_blocks
         self.dtype: mx.Dtype = getattr(mx, layout.dtype)
-        self._keys: dict[int, mx.array] = {}
-        self._values: dict[int, mx.array] = {}
+        self._writer = writer or FunctionalWriter()
+        self._token = self._writer.first_token()
+        # What a kernel is given for a token where the arrays themselves are ordered.
+        self._no_token = mx.zeros(8, mx.int32)
+        self._pools: dict[int, LayerPool] = {}
         for group, count in zip(layout.groups, num_blocks, strict=True):
             # A recurrent state is no K and V; it lives elsewhere.
             for layer in group.layers if group.kind is not KVGroupKind.STATE else ():
-                self._keys[layer] = mx.full(layout.k_shape(layer, count), fill, self.dtype)
-                self._values[layer] = mx.full(layout.v_shape(layer, count), fill, self.dtype)
-        self.commit()
+                self._pools[layer] = LayerPool(
+                    mx.full(layout.k_shape(layer, count), fill, self.dtype),
+                    mx.full(layout.v_shape(layer, count), fill, self.dtype),
+                    layout.order,
+                )
+        mx.eval(*self._arrays())
+        mx.synchronize()
 
     def write(self, layer: int, keys: mx.array, values: mx.array, slots: mx.array) -> None:
         """Store one K and one V row per token; reads that are asked for later see them.
@@ -51,12 +69,7 @@ class KVStore:
             values: (T, num_kv_heads, v_head_dim).
             slots: (T,) int64, all distinct and within the pool; see ``check``.
         """
-        blocks, offsets = slots // self.layout.block_size, slots % self.layout.block_size
-        for pool, rows in ((self._keys, keys), (self._values, values)):
-            if self.layout.order is AxisOrder.HEAD_MAJOR:
-                pool[layer][blocks, :, offsets] = rows.astype(self.dtype)
-            else:
-                pool[layer][blocks, offsets] = rows.astype(self.dtype)
+        self._token = self._writer.write(self._pools[layer], keys, values, slots, self._token)
 
     def copy_blocks(
         self, group: int, src: npt.NDArray[np.int32], dst: npt.NDArray[np.int32]
@@ -79,14 +92,16 @@ class KVStore:
         _check_range("block", src, self.num_blocks[group])
         _check_range("block", dst, self.num_blocks[group])
         _check_distinct("block", dst)
-        layers = self.layout.groups[group].layers
-        sources, targets = mx.array(src), mx.array(dst)
-        for pool in (self._keys, self._values):
-            buffers = [pool[layer][sources] for layer in layers]
-            # A pending read of the array would make the update copy all of it.
-            mx.eval(buffers)
-            for layer, buffer in zip(layers, buffers, strict=True):
-                pool[layer][targets] = buffer
+        pools = [self._pools[layer] for layer in self.layout.groups[group].layers]
+        self._token = self._writer.copy_blocks(pools, src, dst, self._token)
+
+    def bind(self, layer: int) -> tuple[LayerPool, mx.array]:
+        """A layer's arrays and the newest token, for a kernel that reads them.
+
+        The kernel must be called at once, with the token among its inputs, and must not write.
+        The arrays must not be kept.
+        """
+        return self._pools[layer], self._no_token if self._token is None else self._token
 
     def gather(self, layer: int, block_tables: mx.array) -> tuple[mx.array, mx.array]:
         """Read blocks in the order of their tables; lazy, so free when unused.
@@ -100,10 +115,10 @@ class KVStore:
         Returns:
             K (S, num_kv_heads, B * block_size, k_head_dim) and V likewise, in the pool's type.
         """
-        order = self.layout.order
+        pool, block_tables = self._pools[layer], self._after_writes(block_tables)
         return (
-            _gather_blocks(self._keys[layer], block_tables, order),
-            _gather_blocks(self._values[layer], block_tables, order),
+            _gather_blocks(pool.keys, block_tables, pool.order),
+            _gather_blocks(pool.values, block_tables, pool.order),
         )
 
     def gather_slots(self, layer: int, slots: mx.array) -> tuple[mx.array, mx.array]:
@@ -124,15 +139,41 @@ class KVStore:
             rows = (blocks * (num_heads * block_size) + offsets)[:, None] + heads * block_size
         else:
             rows = (slots * num_heads)[:, None] + heads
-        return _gather_rows(self._keys[layer], rows), _gather_rows(self._values[layer], rows)
+        rows, pool = self._after_writes(rows), self._pools[layer]
+        return _gather_rows(pool.keys, rows), _gather_rows(pool.values, rows)
 
     def commit(self, *outputs: mx.array) -> None:
         """Evaluate a step's outputs together with every pending write, and wait for both.
 
-        After this no read is in flight, so the next writes run in place.
+        After this no read is in flight, so the next functional writes run in place.
         """
-        mx.eval(*outputs, *self._keys.values(), *self._values.values())
+        self._evaluate(*outputs)
+
+    def submit(self, *outputs: mx.array) -> None:
+        """Start a step's outputs and every pending write; later writes come after both.
+
+        Where the pool is updated functionally this is ``commit``.
+        """
+        if self._token is None:
+            self.commit(*outputs)
+            return
+        mx.async_eval(*outputs, self._token)
+        for output in outputs:
+            if output.size:
+                # Reads of this step are ordered only against what depends on their results.
+                done = output.reshape(-1)[:1].astype(mx.int32)
+                self._token = mx.bitwise_and(done, 0) + self._token
+
+    def _evaluate(self, *outputs: mx.array) -> None:
+        mx.eval(*outputs, *(self._arrays() if self._token is None else [self._token]))
         mx.synchronize()
+
+    def _arrays(self) -> list[mx.array]:
+        return [array for pool in self._pools.values() for array in (pool.keys, pool.values)]
+
+    def _after_writes(self, ids: mx.array) -> mx.array:
+        """The same ids, but known only once every pending write has happened."""
+        return ids if self._token is None else ids + self._token[:1].astype(ids.dtype)
 
     def check(self, group: int, arrays: GroupArrays) -> None:
         """Check a step's ids on the host: MLX reads and writes out of bounds without a word.

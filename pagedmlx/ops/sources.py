@@ -1,7 +1,8 @@
-"""Where the kernels' sources are: in the installed package, or in the checkout it runs from."""
+"""Where the kernels' sources are, and how one becomes the text that a compiler gets."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from pagedmlx.errors import PagedMLXError
@@ -25,3 +26,17 @@ def kernel_folder() -> Path:
         f"the kernels' folder is missing: neither {folders[0]} nor {folders[1]}",
         hint="install pagedmlx again",
     )
+
+
+def read_source(name: str) -> str:
+    """A file of the kernels' folder without comments and indentation.
+
+    MLX puts a kernel's text together and hashes it at every call, and looks in it for the names
+    of thread attributes, so what is there for readers only is left out.
+
+    Args:
+        name: File name within the folder.
+    """
+    text = (kernel_folder() / name).read_text(encoding="utf-8")
+    lines = (re.sub(r"//.*", "", line).strip() for line in text.splitlines())
+    return "\n".join(line for line in lines if line) + "\n"

@@ -1,0 +1,113 @@
+"""PoolWriter: how rows and blocks get into a layer's pool arrays, and the functional way to do it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from pagedmlx.kv.layout import AxisOrder
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPool:
+    """One layer's arrays.
+
+    Attributes:
+        keys: (num_blocks, num_kv_heads, block_size, k_head_dim), or with the axes of SLOT_MAJOR.
+        values: Likewise with v_head_dim.
+        order: Order of the axes.
+    """
+
+    keys: mx.array
+    values: mx.array
+    order: AxisOrder
+
+
+class PoolWriter(Protocol):
+    """Changes pool arrays, in place or by functional update.
+
+    A token stands for everything that has happened to the pool: what depends on the newest token
+    comes after it. A writer that has none (None) is ordered by the arrays themselves.
+    """
+
+    def first_token(self) -> mx.array | None:
+        """The token of a fresh pool."""
+        ...
+
+    def write(
+        self,
+        pool: LayerPool,
+        keys: mx.array,
+        values: mx.array,
+        slots: mx.array,
+        token: mx.array | None,
+    ) -> mx.array | None:
+        """Store one K and one V row per token; arguments as in ``KVStore.write``.
+
+        Returns:
+            The next token.
+        """
+        ...
+
+    def copy_blocks(
+        self,
+        pools: list[LayerPool],
+        src: npt.NDArray[np.int32],
+        dst: npt.NDArray[np.int32],
+        token: mx.array | None,
+    ) -> mx.array | None:
+        """Copy blocks of several layers, as if all at once; ids are checked.
+
+        Returns:
+            The next token.
+        """
+        ...
+
+
+class FunctionalWriter:
+    """Updates by index assignment, in place only while no read of the array is pending.
+
+    No name in here may outlive the statement that replaces an array.
+    """
+
+    def first_token(self) -> None:
+        """See ``PoolWriter.first_token``."""
+        return
+
+    def write(
+        self,
+        pool: LayerPool,
+        keys: mx.array,
+        values: mx.array,
+        slots: mx.array,
+        token: mx.array | None,
+    ) -> None:
+        """See ``PoolWriter.write``."""
+        head_major = pool.order is AxisOrder.HEAD_MAJOR
+        block_size = pool.keys.shape[2 if head_major else 1]
+        blocks, offsets = slots // block_size, slots % block_size
+        for array, rows in ((pool.keys, keys), (pool.values, values)):
+            if head_major:
+                array[blocks, :, offsets] = rows.astype(array.dtype)
+            else:
+                array[blocks, offsets] = rows.astype(array.dtype)
+
+    def copy_blocks(
+        self,
+        pools: list[LayerPool],
+        src: npt.NDArray[np.int32],
+        dst: npt.NDArray[np.int32],
+        token: mx.array | None,
+    ) -> None:
+        """See ``PoolWriter.copy_blocks``."""
+        sources, targets = mx.array(src), mx.array(dst)
+        for arrays in ([pool.keys for pool in pools], [pool.values for pool in pools]):
+            buffers = [array[sources] for array in arrays]
+            # A pending read of the array would make the update copy all of it.
+            mx.eval(buffers)
+            for array, buffer in zip(arrays, buffers, strict=True):
+                array[targets] = buffer

@@ -1,0 +1,148 @@
+"""InPlaceWriter: changes pool arrays by kernels that store through their inputs."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from pagedmlx.kv.layout import AxisOrder
+from pagedmlx.kv.writer import LayerPool
+from pagedmlx.ops.launch import Launch, Launcher
+from pagedmlx.ops.variants import COPY_THREADS, CopyVariant, PoolShape, WriteVariant
+
+_NOWHERE = -1
+# MLX declares an array of fewer elements differently, which would be another kernel.
+_MIN_ELEMENTS = 8
+_THREADS = 256
+
+
+class InPlaceWriter:
+    """See ``PoolWriter``; the pool's arrays never change their identity.
+
+    Args:
+        launcher: Runs the kernels.
+    """
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._launch = launcher
+        self._slots: tuple[mx.array, mx.array] | None = None
+        self._variants: dict[tuple[object, ...], WriteVariant] = {}
+
+    def first_token(self) -> mx.array:
+        """See ``PoolWriter.first_token``."""
+        return mx.zeros(_MIN_ELEMENTS, mx.int32)
+
+    def write(
+        self,
+        pool: LayerPool,
+        keys: mx.array,
+        values: mx.array,
+        slots: mx.array,
+        token: mx.array | None,
+    ) -> mx.array:
+        """See ``PoolWriter.write``."""
+        assert token is not None
+        num_rows = keys.shape[0]
+        variant = self._variant(pool, keys)
+        threads = num_rows * variant.pool.num_kv_heads * variant.pool.row_vectors
+        return self._launch(
+            Launch(
+                variant.kernel,
+                [keys, values, pool.keys, pool.values, self._padded(slots), token],
+                max(threads, _MIN_ELEMENTS),
+                _THREADS,
+                [(_MIN_ELEMENTS,)],
+                [mx.int32],
+            )
+        )[0]
+
+    def copy_blocks(
+        self,
+        pools: list[LayerPool],
+        src: npt.NDArray[np.int32],
+        dst: npt.NDArray[np.int32],
+        token: mx.array | None,
+    ) -> mx.array:
+        """See ``PoolWriter.copy_blocks``."""
+        assert token is not None
+        for sources, targets in split_copies(src, dst):
+            pairs = np.full((max(len(sources), 4), 2), _NOWHERE, dtype=np.int32)
+            pairs[: len(sources), 0] = sources
+            pairs[: len(sources), 1] = targets
+            uploaded = mx.array(pairs)
+            for pool in pools:
+                token = self._launch(
+                    Launch(
+                        CopyVariant(pool_shape(pool)).kernel,
+                        [pool.keys, pool.values, uploaded, token],
+                        len(pairs) * COPY_THREADS,
+                        COPY_THREADS,
+                        [(_MIN_ELEMENTS,)],
+                        [mx.int32],
+                    )
+                )[0]
+        return token
+
+    def _variant(self, pool: LayerPool, keys: mx.array) -> WriteVariant:
+        key = (pool.keys.shape[1:], pool.values.shape[-1], pool.keys.dtype, keys.dtype, pool.order)
+        variant = self._variants.get(key)
+        if variant is None:
+            variant = WriteVariant(pool_shape(pool), dtype_name(keys.dtype))
+            self._variants[key] = variant
+        return variant
+
+    def _padded(self, slots: mx.array) -> mx.array:
+        """The slots with at least 8 elements; made once for all layers of a step."""
+        if slots.size >= _MIN_ELEMENTS:
+            return slots
+        if self._slots is None or self._slots[0] is not slots:
+            padding = mx.full((_MIN_ELEMENTS - slots.size,), _NOWHERE, slots.dtype)
+            self._slots = (slots, mx.concatenate([slots, padding]))
+        return self._slots[1]
+
+
+def split_copies(
+    src: npt.NDArray[np.int32], dst: npt.NDArray[np.int32]
+) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]]:
+    """Order copies that happen as if all at once, in rounds without a block both read and written.
+
+    Args:
+        src: (C,) block ids to copy from.
+        dst: (C,) block ids to copy to, all distinct.
+
+    Returns:
+        Sources and targets of each round.
+
+    Raises:
+        ValueError: Blocks are exchanged in a circle; a block on the way would be needed.
+    """
+    rounds = []
+    while len(src):
+        # A target that nothing else still reads may be overwritten.
+        ready = ~np.isin(dst, src)
+        if not ready.any():
+            raise ValueError(f"{len(src)} blocks can't be copied in a circle")
+        rounds.append((src[ready], dst[ready]))
+        src, dst = src[~ready], dst[~ready]
+    return rounds
+
+
+def pool_shape(pool: LayerPool) -> PoolShape:
+    """The kernels' view of a layer's arrays."""
+    slot_major = pool.order is AxisOrder.SLOT_MAJOR
+    _, first, second, k_head_dim = pool.keys.shape
+    num_kv_heads, block_size = (second, first) if slot_major else (first, second)
+    return PoolShape(
+        dtype_name(pool.keys.dtype),
+        num_kv_heads,
+        k_head_dim,
+        pool.values.shape[-1],
+        block_size,
+        slot_major,
+    )
+
+
+def dtype_name(dtype: mx.Dtype) -> str:
+    """An element type by name, as in ``KVLayout.dtype``."""
+    return str(dtype).rpartition(".")[2]

@@ -1,0 +1,126 @@
+"""Kernel texts and their launches; one launcher hands both to Metal or to CUDA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Protocol
+
+import mlx.core as mx
+
+from pagedmlx.ops.sources import read_source
+
+MAX_THREADGROUP_BYTES = 32 * 1024
+"""Threadgroup memory that every Apple GPU has."""
+
+SIMD_WIDTH = 32
+
+
+class Platform(StrEnum):
+    """Whose compiler takes the kernels."""
+
+    METAL = "metal"
+    CUDA = "cuda"
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A kernel's text with all of its constants.
+
+    Attributes:
+        name: A name that no other text has.
+        source: The body of the function, in Metal's language.
+        input_names: What the body calls its inputs.
+        output_names: What it calls its outputs.
+        threadgroup_bytes: Threadgroup memory that it takes.
+    """
+
+    name: str
+    source: str
+    input_names: tuple[str, ...]
+    output_names: tuple[str, ...]
+    threadgroup_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        assert self.threadgroup_bytes <= MAX_THREADGROUP_BYTES, self.name
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One call of a kernel.
+
+    Attributes:
+        kernel: What runs.
+        inputs: One array for each input name.
+        num_threads: Size of the grid.
+        threadgroup: Threads of a threadgroup.
+        output_shapes: One for each output name.
+        output_dtypes: Likewise.
+    """
+
+    kernel: Kernel
+    inputs: list[mx.array]
+    num_threads: int
+    threadgroup: int
+    output_shapes: list[tuple[int, ...]]
+    output_dtypes: list[mx.Dtype]
+
+
+class Launcher(Protocol):
+    """Runs kernels."""
+
+    def __call__(self, launch: Launch) -> list[mx.array]:
+        """The outputs, in the order of their names; lazy."""
+        ...
+
+
+class MLXLauncher:
+    """Compiles each text once, by MLX, and calls it.
+
+    Args:
+        platform: Whose compiler.
+    """
+
+    def __init__(self, platform: Platform) -> None:
+        self.platform = platform
+        common = read_source("common.h")
+        if platform is Platform.CUDA:
+            common = read_source("cuda_compat.h") + common
+            self._compile: Callable[..., Any] = mx.fast.cuda_kernel
+        else:
+            self._compile = mx.fast.metal_kernel
+        self._header = common
+        self._functions: dict[str, Any] = {}
+
+    def __call__(self, launch: Launch) -> list[mx.array]:
+        """See ``Launcher``."""
+        function = self._functions.get(launch.kernel.name)
+        if function is None:
+            function = self.function(launch.kernel)
+        return function(
+            inputs=launch.inputs,
+            grid=(launch.num_threads, 1, 1),
+            threadgroup=(launch.threadgroup, 1, 1),
+            output_shapes=launch.output_shapes,
+            output_dtypes=launch.output_dtypes,
+        )
+
+    def function(self, kernel: Kernel) -> Any:
+        """MLX's function for a kernel, made once."""
+        function = self._compile(
+            name=kernel.name,
+            input_names=list(kernel.input_names),
+            output_names=list(kernel.output_names),
+            source=kernel.source,
+            header=self._header,
+        )
+        self._functions[kernel.name] = function
+        return function
+
+
+def gpu_platform() -> Platform | None:
+    """The platform of the default device; None on the CPU."""
+    if mx.default_device() != mx.Device(mx.gpu):
+        return None
+    return Platform.METAL if mx.metal.is_available() else Platform.CUDA

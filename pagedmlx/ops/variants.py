@@ -1,0 +1,271 @@
+"""The variants of the kernels: what is fixed in a text, and how it follows from a model's shape."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from pagedmlx.kv.layout import DTYPE_BYTES
+from pagedmlx.ops.launch import SIMD_WIDTH, Kernel
+from pagedmlx.ops.sources import read_source
+
+HEAD_DIMS = (64, 80, 96, 128, 192, 256, 512)
+BLOCK_SIZES = (2, 4, 8, 16, 32, 64)
+MAX_ROWS = 8
+"""Most rows of a sequence that the decode kernel takes."""
+COPY_THREADS = 256
+
+_LOG2_E = math.log2(math.e)
+_TYPES = {"float16": "half", "bfloat16": "bfloat16_t", "float32": "float"}
+
+
+@dataclass(frozen=True)
+class PoolShape:
+    """What every kernel knows of a layer's pool.
+
+    Attributes:
+        dtype: Type of its elements by name.
+        num_kv_heads: K and V heads.
+        k_head_dim: Elements of a K row; a multiple of 4.
+        v_head_dim: Elements of a V row; a multiple of 4.
+        block_size: Tokens in a block; a power of two.
+        slot_major: Whether the axes are (block, slot, head, D).
+    """
+
+    dtype: str
+    num_kv_heads: int
+    k_head_dim: int
+    v_head_dim: int
+    block_size: int
+    slot_major: bool = False
+
+    def constants(self) -> dict[str, int | str]:
+        return {
+            "KT": _TYPES[self.dtype],
+            "H": self.num_kv_heads,
+            "DK": self.k_head_dim,
+            "DV": self.v_head_dim,
+            "BS": self.block_size,
+            "SLOT_MAJOR": int(self.slot_major),
+        }
+
+    @property
+    def row_vectors(self) -> int:
+        """Threads that one row of one head takes at 4 elements each."""
+        return max(self.k_head_dim, self.v_head_dim) // 4
+
+
+@dataclass(frozen=True)
+class WriteVariant:
+    """``write.metal`` for rows of one type into one pool."""
+
+    pool: PoolShape
+    dtype: str
+
+    @cached_property
+    def kernel(self) -> Kernel:
+        return _kernel(
+            "write",
+            {"T": _TYPES[self.dtype]} | self.pool.constants(),
+            ("keys", "values", "k_pool", "v_pool", "slots", "token"),
+            ("written",),
+        )
+
+
+@dataclass(frozen=True)
+class CopyVariant:
+    """``copy_blocks.metal`` for one pool."""
+
+    pool: PoolShape
+
+    @cached_property
+    def kernel(self) -> Kernel:
+        pool = self.pool
+        rows = pool.num_kv_heads * pool.block_size
+        return _kernel(
+            "copy_blocks",
+            {
+                "KT": _TYPES[pool.dtype],
+                "K_BLOCK": rows * pool.k_head_dim,
+                "V_BLOCK": rows * pool.v_head_dim,
+                "COPY_THREADS": COPY_THREADS,
+            },
+            ("k_pool", "v_pool", "pairs", "token"),
+            ("written",),
+        )
+
+
+@dataclass(frozen=True)
+class GatherVariant:
+    """``gather.metal`` for one pool."""
+
+    pool: PoolShape
+
+    @cached_property
+    def kernel(self) -> Kernel:
+        inputs = ("k_pool", "v_pool", "plan", "token")
+        return _kernel("gather", self.pool.constants(), inputs, ("keys", "values"))
+
+
+@dataclass(frozen=True)
+class DecodeVariant:
+    """``decode.metal`` for one pool and one kind of attention layer.
+
+    Attributes:
+        pool: The pool.
+        dtype: Type of queries and output by name.
+        factor: Query heads that share a KV head.
+        rows: Most rows of a sequence: 1, 2, 4 or 8.
+        split: Whether sequences are cut in chunks, whose results ``merge.metal`` merges.
+        sinks: Whether attention sinks take part.
+        scale: Factor on q.k.
+        softcap: As in ``AttentionParams``.
+        num_simdgroups: SIMD-groups of a threadgroup.
+    """
+
+    pool: PoolShape
+    dtype: str
+    factor: int
+    rows: int = 1
+    split: bool = False
+    sinks: bool = False
+    scale: float = 1.0
+    softcap: float | None = None
+    num_simdgroups: int = 4
+
+    @cached_property
+    def heads_per_group(self) -> int:
+        """Query vectors that a threadgroup holds in registers; a power of two."""
+        per_lane = _per_lane(self.pool.k_head_dim) + _per_lane(self.pool.v_head_dim)
+        most = 1
+        while most < 8 and 2 * most * per_lane <= 64:
+            most *= 2
+        wanted = 1
+        while wanted < self.rows * self.factor:
+            wanted *= 2
+        return min(most, wanted)
+
+    @cached_property
+    def parts(self) -> int:
+        """Threadgroups that share the query vectors of a KV head."""
+        return -(-self.rows * self.factor // self.heads_per_group)
+
+    @cached_property
+    def tile(self) -> int:
+        """Tokens that a SIMD-group loads before it uses them; a power of two."""
+        per_token = _per_lane(self.pool.k_head_dim) + _per_lane(self.pool.v_head_dim)
+        words = max(1, per_token * DTYPE_BYTES[self.pool.dtype] // 4)
+        tile = 1
+        while tile < 8 and 2 * tile * self.heads_per_group <= SIMD_WIDTH and 2 * tile * words <= 32:
+            tile *= 2
+        return tile
+
+    @property
+    def vectors(self) -> int:
+        """Query vectors of a KV head, those that fill up the last threadgroup included."""
+        return self.parts * self.heads_per_group
+
+    @cached_property
+    def kernel(self) -> Kernel:
+        scale = self.scale * _LOG2_E if self.softcap is None else self.scale / self.softcap
+        sinks = self.sinks and not self.split
+        constants = self.pool.constants() | {
+            "T": _TYPES[self.dtype],
+            "FACTOR": self.factor,
+            "ROWS": self.rows,
+            "GH": self.heads_per_group,
+            "PARTS": self.parts,
+            "U": self.tile,
+            "SIMDGROUPS": self.num_simdgroups,
+            "KW": _load_width(self.pool.k_head_dim),
+            "VW": _load_width(self.pool.v_head_dim),
+            "SPLIT": int(self.split),
+            "HAS_SINKS": int(sinks),
+            "HAS_SOFTCAP": int(self.softcap is not None),
+            "QUERY_SCALE": scale,
+            "SOFTCAP": (self.softcap or 0.0) * _LOG2_E,
+        }
+        return _kernel(
+            "decode",
+            constants,
+            ("queries", "k_pool", "v_pool", "plan", *(("sinks",) if sinks else ()), "token"),
+            ("partials", "stats") if self.split else ("out",),
+            threadgroup_bytes=4
+            * self.num_simdgroups
+            * self.heads_per_group
+            * (self.pool.v_head_dim + 2),
+        )
+
+
+@dataclass(frozen=True)
+class MergeVariant:
+    """``merge.metal`` for what a decode variant leaves.
+
+    Attributes:
+        decode: That variant.
+        num_simdgroups: SIMD-groups of a threadgroup; more for many chunks.
+    """
+
+    decode: DecodeVariant
+    num_simdgroups: int = 1
+
+    @cached_property
+    def kernel(self) -> Kernel:
+        decode = self.decode
+        constants = {
+            "T": _TYPES[decode.dtype],
+            "H": decode.pool.num_kv_heads,
+            "FACTOR": decode.factor,
+            "DV": decode.pool.v_head_dim,
+            "VECTORS": decode.vectors,
+            "SIMDGROUPS": self.num_simdgroups,
+            "HAS_SINKS": int(decode.sinks),
+        }
+        return _kernel(
+            "merge",
+            constants,
+            ("partials", "stats", "plan", *(("sinks",) if decode.sinks else ())),
+            ("out",),
+            threadgroup_bytes=4 * self.num_simdgroups * decode.pool.v_head_dim,
+        )
+
+
+def _load_width(head_dim: int) -> int:
+    """Elements of one load: 4, or 2 where that keeps all 32 lanes busy and 4 doesn't."""
+    return 2 if head_dim % 128 and head_dim % 64 == 0 else 4
+
+
+def _per_lane(head_dim: int) -> int:
+    width = _load_width(head_dim)
+    return width * -(-head_dim // (SIMD_WIDTH * width))
+
+
+def _kernel(
+    body: str,
+    constants: Mapping[str, int | float | str],
+    input_names: tuple[str, ...],
+    output_names: tuple[str, ...],
+    threadgroup_bytes: int = 0,
+) -> Kernel:
+    # Plain definitions, and no template arguments: those MLX would put together at every call.
+    lines = [_definition(name, value) for name, value in constants.items()]
+    values = "_".join(str(value) for value in constants.values())
+    name = f"paged_{body}_{values}"
+    return Kernel(
+        name="".join(character if character.isalnum() else "_" for character in name),
+        source="\n" + "\n".join(lines) + "\n" + read_source(f"{body}.metal"),
+        input_names=input_names,
+        output_names=output_names,
+        threadgroup_bytes=threadgroup_bytes,
+    )
+
+
+def _definition(name: str, value: int | float | str) -> str:
+    if isinstance(value, str):
+        return f"typedef {value} {name};"
+    if isinstance(value, float):
+        return f"constexpr float {name} = {value!r}f;"
+    # The preprocessor asks for some of them.
+    return f"#define {name} {value}"

@@ -1,0 +1,111 @@
+"""The plan that decode and merge follow: which tokens of which sequence each threadgroup takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from pagedmlx.core.batch import NO_BLOCK, Int32Array
+
+HEADER = 8
+ITEM = 8
+MERGE_ROW = 4
+MIN_CHUNK = 64
+MAX_CHUNK = 2048
+UNLIMITED = 1 << 30
+"""Stands for no window."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkList:
+    """A plan in the form of ``decode.metal``.
+
+    Attributes:
+        plan: int32, as the kernels read it.
+        num_items: Work items of the decode kernel.
+        num_rows: Rows of the output.
+        max_chunks: Items of the sequence that has most; 1 leaves nothing to merge.
+    """
+
+    plan: Int32Array
+    num_items: int
+    num_rows: int
+    max_chunks: int
+
+
+def choose_chunk(lows: Int32Array, ends: Int32Array, groups_per_item: int, wave: int) -> int:
+    """The shortest chunk whose threadgroups all run at once; a power of two.
+
+    Args:
+        lows: (S,) first token that a sequence reads.
+        ends: (S,) one past its last.
+        groups_per_item: Threadgroups of one item.
+        wave: Threadgroups that the device runs at once.
+    """
+    chunk = MIN_CHUNK
+    while chunk < MAX_CHUNK and _counts(lows, ends, chunk).sum() * groups_per_item > wave:
+        chunk *= 2
+    return chunk
+
+
+def fixed_chunks(lows: Int32Array, ends: Int32Array) -> npt.NDArray[np.int64]:
+    """Chunks that depend on each sequence alone: about a sixteenth of it, 128 to 1024 tokens."""
+    lengths = np.maximum(ends - lows, 1)
+    return 1 << np.clip(np.ceil(np.log2(lengths / 16)), 7, 10).astype(np.int64)
+
+
+def make_work_list(
+    num_rows: Int32Array,
+    lows: Int32Array,
+    ends: Int32Array,
+    block_tables: Int32Array,
+    chunks: int | npt.NDArray[np.int64],
+    window: int | None,
+) -> WorkList:
+    """Cut the tokens [low, end) of every sequence at multiples of its chunk.
+
+    Args:
+        num_rows: (S,) rows of each sequence, which lie one after the other.
+        lows: (S,) first token that any row of a sequence sees.
+        ends: (S,) one past the last.
+        block_tables: (S, B); NO_BLOCK where there is none.
+        chunks: Tokens of a chunk, or (S,) one for each sequence.
+        window: Tokens that a row sees; None is all.
+    """
+    num_seqs = len(num_rows)
+    chunk = np.broadcast_to(chunks, (num_seqs,))
+    counts = _counts(lows, ends, chunk)
+    first_items = np.cumsum(counts) - counts
+    first_rows = np.cumsum(num_rows) - num_rows
+    num_items, total_rows = int(counts.sum()), int(num_rows.sum())
+    owners = np.repeat(np.arange(num_seqs), counts)
+    index = np.arange(num_items) - first_items[owners] + (lows // chunk)[owners]
+
+    merge_at = HEADER + ITEM * num_items
+    tables_at = merge_at + MERGE_ROW * total_rows
+    width = block_tables.shape[1]
+    plan = np.zeros(tables_at + block_tables.size, dtype=np.int32)
+    plan[:4] = num_items, UNLIMITED if window is None else window, merge_at, total_rows
+    items = plan[HEADER:merge_at].reshape(num_items, ITEM)
+    items[:, 0] = first_rows[owners]
+    items[:, 1] = num_rows[owners]
+    items[:, 2] = np.maximum(lows[owners], index * chunk[owners])
+    items[:, 3] = np.minimum(ends[owners], (index + 1) * chunk[owners])
+    items[:, 4] = ends[owners]
+    items[:, 5] = tables_at + owners * width
+    items[:, 6] = np.arange(num_items)
+    rows = plan[merge_at:tables_at].reshape(total_rows, MERGE_ROW)
+    row_owners = np.repeat(np.arange(num_seqs), num_rows)
+    rows[:, 0] = first_items[row_owners]
+    rows[:, 1] = counts[row_owners]
+    rows[:, 2] = np.arange(total_rows) - first_rows[row_owners]
+    plan[tables_at:] = np.where(block_tables == NO_BLOCK, 0, block_tables).ravel()
+    return WorkList(plan, num_items, total_rows, int(counts.max()))
+
+
+def _counts(
+    lows: Int32Array, ends: Int32Array, chunk: int | npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    return (ends - 1) // chunk - lows // chunk + 1
