@@ -473,9 +473,11 @@ _Float16 __truncsfhf2(float value) {
   }
   return __builtin_bit_cast(_Float16, u16(sign | out));
 }
-__bf16 __truncsfbf2(float value) {
+// Returned in a float's low bits, the register that a __bf16 has: naming that type here would make
+// the compiler convert once more, by a call of this very function.
+float __truncsfbf2(float value) {
   u32 bits = __builtin_bit_cast(u32, value);
   u32 out = value != value ? 0x7fc0u : (bits + 0x7fffu + (bits >> 16 & 1)) >> 16;
-  return __builtin_bit_cast(__bf16, u16(out));
+  return __builtin_bit_cast(float, out);
 }
 }
