@@ -1,4 +1,4 @@
-"""PoolWriter: how rows and blocks get into a layer's pool arrays, and the functional way to do it."""
+"""PoolWriter: how rows and blocks get into pool arrays, and the functional way to do it."""
 
 from __future__ import annotations
 

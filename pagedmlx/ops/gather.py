@@ -42,7 +42,12 @@ class GatherBackend:
         plan = self._plan(batch, group, params.window, store.layout.block_size)
         if plan.order is not None:
             queries = queries[plan.order]
-        outputs = [_attend(queries[part.rows], layer, store, part, params) for part in plan.parts]
+        outputs = [
+            attend_gathered(
+                queries[part.rows], *part.read(store, layer), part.mask, part.seen, params
+            )
+            for part in plan.parts
+        ]
         output = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
         return output if plan.inverse is None else output[plan.inverse]
 
@@ -180,19 +185,32 @@ def split_by_length(lengths: Int32Array, max_padding: int) -> list[npt.NDArray[n
     return [np.sort(bucket) for bucket in buckets]
 
 
-def _attend(
+def attend_gathered(
     queries: mx.array,
-    layer: int,
-    store: KVStore,
-    part: _Decodes | _Chunk,
+    keys: mx.array,
+    values: mx.array,
+    mask: mx.array | str | None,
+    seen: mx.array,
     params: AttentionParams,
 ) -> mx.array:
-    keys, values = part.read(store, layer)
+    """Attention over gathered K and V, by MLX's own kernel where it can.
+
+    Args:
+        queries: (S * L, num_heads, k_head_dim); the rows of S sequences with L rows each.
+        keys: (S, num_kv_heads, N, k_head_dim).
+        values: (S, num_kv_heads, N, v_head_dim).
+        mask: ``seen`` in the cheapest form that MLX's attention takes.
+        seen: Booleans that broadcast to (S, 1, L, N).
+        params: The layer's settings.
+
+    Returns:
+        (S * L, num_heads, v_head_dim) in the type of ``queries``.
+    """
     num_seqs, num_kv_heads = keys.shape[:2]
     num_rows, num_heads, head_dim = queries.shape
     shaped = queries.reshape(num_seqs, -1, num_heads, head_dim).swapaxes(1, 2)
     if params.softcap is not None:
-        output = explicit_attention(shaped, keys, values, part.seen, params)
+        output = explicit_attention(shaped, keys, values, seen, params)
     else:
         sinks = params.sinks
         if sinks is None and num_rows == num_seqs:
@@ -203,7 +221,7 @@ def _attend(
             keys,
             values,
             scale=params.scale,
-            mask=part.mask,
+            mask=mask,
             sinks=None if sinks is None else sinks.astype(queries.dtype),
         )
         output = output.reshape(num_seqs, num_heads, -1, output.shape[-1])

@@ -66,22 +66,44 @@ class InPlaceWriter:
     ) -> mx.array:
         """See ``PoolWriter.copy_blocks``."""
         assert token is not None
-        for sources, targets in split_copies(src, dst):
-            pairs = np.full((max(len(sources), 4), 2), _NOWHERE, dtype=np.int32)
-            pairs[: len(sources), 0] = sources
-            pairs[: len(sources), 1] = targets
-            uploaded = mx.array(pairs)
-            for pool in pools:
-                token = self._launch(
-                    Launch(
-                        CopyVariant(pool_shape(pool)).kernel,
-                        [pool.keys, pool.values, uploaded, token],
-                        len(pairs) * COPY_THREADS,
-                        COPY_THREADS,
-                        [(_MIN_ELEMENTS,)],
-                        [mx.int32],
-                    )
-                )[0]
+        if np.isin(dst, src).any():
+            return self._copy_through_buffers(pools, src, dst, token)
+        pairs = np.full((max(len(src), _MIN_ELEMENTS // 2), 2), _NOWHERE, dtype=np.int32)
+        pairs[: len(src), 0] = src
+        pairs[: len(src), 1] = dst
+        uploaded = mx.array(pairs)
+        for pool in pools:
+            token = self._launch(
+                Launch(
+                    CopyVariant(pool_shape(pool)).kernel,
+                    [pool.keys, pool.values, uploaded, token],
+                    len(pairs) * COPY_THREADS,
+                    COPY_THREADS,
+                    [(_MIN_ELEMENTS,)],
+                    [mx.int32],
+                )
+            )[0]
+        return token
+
+    def _copy_through_buffers(
+        self,
+        pools: list[LayerPool],
+        src: npt.NDArray[np.int32],
+        dst: npt.NDArray[np.int32],
+        token: mx.array,
+    ) -> mx.array:
+        """Copies of which one reads a block that another writes."""
+        for pool in pools:
+            shape = pool_shape(pool)
+            rows = []
+            for array in (pool.keys, pool.values):
+                blocks = array[mx.array(src) + token[:1]]
+                if not shape.slot_major:
+                    blocks = blocks.swapaxes(1, 2)
+                rows.append(blocks.reshape(-1, *blocks.shape[2:]))
+            mx.eval(rows)
+            slots = dst[:, None].astype(np.int64) * shape.block_size + np.arange(shape.block_size)
+            token = self.write(pool, *rows, mx.array(slots.ravel()), token)
         return token
 
     def _variant(self, pool: LayerPool, keys: mx.array) -> WriteVariant:
@@ -100,32 +122,6 @@ class InPlaceWriter:
             padding = mx.full((_MIN_ELEMENTS - slots.size,), _NOWHERE, slots.dtype)
             self._slots = (slots, mx.concatenate([slots, padding]))
         return self._slots[1]
-
-
-def split_copies(
-    src: npt.NDArray[np.int32], dst: npt.NDArray[np.int32]
-) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]]:
-    """Order copies that happen as if all at once, in rounds without a block both read and written.
-
-    Args:
-        src: (C,) block ids to copy from.
-        dst: (C,) block ids to copy to, all distinct.
-
-    Returns:
-        Sources and targets of each round.
-
-    Raises:
-        ValueError: Blocks are exchanged in a circle; a block on the way would be needed.
-    """
-    rounds = []
-    while len(src):
-        # A target that nothing else still reads may be overwritten.
-        ready = ~np.isin(dst, src)
-        if not ready.any():
-            raise ValueError(f"{len(src)} blocks can't be copied in a circle")
-        rounds.append((src[ready], dst[ready]))
-        src, dst = src[~ready], dst[~ready]
-    return rounds
 
 
 def pool_shape(pool: LayerPool) -> PoolShape:

@@ -42,6 +42,7 @@ class PoolShape:
     slot_major: bool = False
 
     def constants(self) -> dict[str, int | str]:
+        """What the texts call these."""
         return {
             "KT": _TYPES[self.dtype],
             "H": self.num_kv_heads,
@@ -66,6 +67,7 @@ class WriteVariant:
 
     @cached_property
     def kernel(self) -> Kernel:
+        """The text with these constants."""
         return _kernel(
             "write",
             {"T": _TYPES[self.dtype]} | self.pool.constants(),
@@ -82,6 +84,7 @@ class CopyVariant:
 
     @cached_property
     def kernel(self) -> Kernel:
+        """The text with these constants."""
         pool = self.pool
         rows = pool.num_kv_heads * pool.block_size
         return _kernel(
@@ -105,6 +108,7 @@ class GatherVariant:
 
     @cached_property
     def kernel(self) -> Kernel:
+        """The text with these constants."""
         inputs = ("k_pool", "v_pool", "plan", "token")
         return _kernel("gather", self.pool.constants(), inputs, ("keys", "values"))
 
@@ -169,6 +173,7 @@ class DecodeVariant:
 
     @cached_property
     def kernel(self) -> Kernel:
+        """The text with these constants."""
         scale = self.scale * _LOG2_E if self.softcap is None else self.scale / self.softcap
         sinks = self.sinks and not self.split
         constants = self.pool.constants() | {
@@ -213,6 +218,7 @@ class MergeVariant:
 
     @cached_property
     def kernel(self) -> Kernel:
+        """The text with these constants."""
         decode = self.decode
         constants = {
             "T": _TYPES[decode.dtype],

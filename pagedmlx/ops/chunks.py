@@ -1,0 +1,102 @@
+"""Attention of prefill chunks: their context is gathered, then MLX's own attention runs on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from pagedmlx.core.batch import NO_BLOCK, BatchArrays
+from pagedmlx.kv.store import KVStore
+from pagedmlx.ops.base import AttentionParams
+from pagedmlx.ops.gather import attend_gathered
+from pagedmlx.ops.in_place import pool_shape
+from pagedmlx.ops.launch import Launch, Launcher
+from pagedmlx.ops.reference import visible
+from pagedmlx.ops.variants import GatherVariant
+
+_HEADER = 8
+_THREADS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One sequence with many rows.
+
+    Attributes:
+        plan: What to gather, as ``gather.metal`` reads it.
+        num_tokens: N, the tokens that any of its rows sees.
+        seen: (L, N) booleans.
+        mask: ``seen`` in the cheapest form that MLX's attention takes.
+    """
+
+    plan: mx.array
+    num_tokens: int
+    seen: mx.array
+    mask: mx.array | str
+
+
+def plan_chunk(
+    host: BatchArrays, index: int, group: int, window: int | None, block_size: int
+) -> Chunk:
+    """What the rows of one sequence of a step read.
+
+    Args:
+        host: The step.
+        index: The sequence.
+        group: The KV group.
+        window: Tokens that a query sees; None is all.
+        block_size: Tokens in one block.
+    """
+    end = int(host.context_lens[index])
+    first = end - int(host.query_start_loc[index + 1] - host.query_start_loc[index])
+    low = 0 if window is None else max(first - window + 1, 0)
+    table = host.groups[group].block_tables[index, : -(-end // block_size)]
+    plan = np.zeros(_HEADER + 2 + len(table), dtype=np.int32)
+    plan[:4] = 1, end - low, len(table), _HEADER + 2
+    plan[_HEADER : _HEADER + 2] = low, end - low
+    plan[_HEADER + 2 :] = np.where(table == NO_BLOCK, 0, table)
+    seen = visible(mx.arange(first, end), mx.arange(low, end), window)
+    mask = "causal" if window is None or end <= window else seen
+    return Chunk(mx.array(plan), end - low, seen, mask)
+
+
+def attend_chunk(
+    launcher: Launcher,
+    queries: mx.array,
+    layer: int,
+    store: KVStore,
+    chunk: Chunk,
+    params: AttentionParams,
+) -> mx.array:
+    """Attend the rows of a chunk.
+
+    Args:
+        launcher: Runs the gather.
+        queries: (L, num_heads, k_head_dim).
+        layer: The layer whose K and V are read.
+        store: Owner of the pool.
+        chunk: From ``plan_chunk``.
+        params: The layer's settings.
+
+    Returns:
+        (L, num_heads, v_head_dim) in the type of ``queries``.
+    """
+    pool, token = store.bind(layer)
+    shape = pool_shape(pool)
+    rows = shape.num_kv_heads * chunk.num_tokens
+    keys, values = launcher(
+        Launch(
+            GatherVariant(shape).kernel,
+            [pool.keys, pool.values, chunk.plan, token],
+            rows * shape.row_vectors,
+            _THREADS,
+            [
+                (1, shape.num_kv_heads, chunk.num_tokens, shape.k_head_dim),
+                (1, shape.num_kv_heads, chunk.num_tokens, shape.v_head_dim),
+            ],
+            [pool.keys.dtype, pool.keys.dtype],
+        )
+    )
+    return attend_gathered(queries, keys, values, chunk.mask, chunk.seen, params)

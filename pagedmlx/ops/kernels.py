@@ -1,0 +1,272 @@
+"""KernelBackend: attention straight over the blocks, by the kernels in ``metal/``.
+
+Sequences with few rows go through the decode kernel, prefill chunks through ``chunks``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from pagedmlx.core.batch import BatchArrays
+from pagedmlx.kv.store import KVStore
+from pagedmlx.ops.base import AttentionParams, PagedBatch
+from pagedmlx.ops.chunks import Chunk, attend_chunk, plan_chunk
+from pagedmlx.ops.in_place import dtype_name, pool_shape
+from pagedmlx.ops.launch import SIMD_WIDTH, Launch, Launcher
+from pagedmlx.ops.variants import MAX_ROWS, DecodeVariant, MergeVariant, PoolShape
+from pagedmlx.ops.worklist import choose_chunk, fixed_chunks, make_work_list
+
+DEFAULT_WAVE = 528
+"""Threadgroups of 4 SIMD-groups that an H200 runs at once: 132 multiprocessors with 4 each."""
+
+# From this many chunks of a sequence on, one SIMD-group merges too slowly.
+_MANY_CHUNKS = 16
+_MERGE_SIMDGROUPS = 8
+
+
+class KernelBackend:
+    """Attends through custom kernels; what they do is planned once a step.
+
+    Args:
+        launcher: Runs the kernels.
+        wave: Threadgroups that the device runs at once; long sequences are cut so that about as
+            many run.
+        deterministic: Cut each sequence by its own length alone, so that its neighbours change
+            nothing in its result.
+    """
+
+    name = "kernels"
+
+    def __init__(
+        self, launcher: Launcher, wave: int = DEFAULT_WAVE, deterministic: bool = False
+    ) -> None:
+        self._launch = launcher
+        self._wave = wave
+        self._deterministic = deterministic
+        self._batch: PagedBatch | None = None
+        self._plans: dict[tuple[int, AttentionParams | None, object], _Plan] = {}
+
+    def attend(
+        self,
+        queries: mx.array,
+        layer: int,
+        group: int,
+        store: KVStore,
+        batch: PagedBatch,
+        params: AttentionParams,
+    ) -> mx.array:
+        """See ``AttentionBackend.attend``."""
+        plan = self._plan(queries, layer, group, store, batch, params)
+        if plan.order is not None:
+            queries = queries[plan.order]
+        parts = []
+        for part in plan.parts:
+            rows = queries if len(plan.parts) == 1 else queries[part.rows]
+            if isinstance(part.work, Chunk):
+                parts.append(attend_chunk(self._launch, rows, layer, store, part.work, params))
+            else:
+                parts.append(self._decode(rows, layer, store, part.work, params))
+        output = parts[0] if len(parts) == 1 else mx.concatenate(parts)
+        return output if plan.inverse is None else output[plan.inverse]
+
+    def _plan(
+        self,
+        queries: mx.array,
+        layer: int,
+        group: int,
+        store: KVStore,
+        batch: PagedBatch,
+        params: AttentionParams,
+    ) -> _Plan:
+        if self._batch is not batch:
+            self._batch, self._plans = batch, {}
+        # Layers of a group may differ in shape and settings, but few do.
+        settings = (params.scale, params.window, params.softcap, params.sinks is not None)
+        shape = store.layout.layers[layer]
+        key = (group, queries.shape[1], queries.dtype, shape, settings)
+        plan = self._plans.get(key)
+        if plan is None:
+            base = DecodeVariant(
+                pool=pool_shape(store.bind(layer)[0]),
+                dtype=dtype_name(queries.dtype),
+                factor=queries.shape[1] // shape.num_kv_heads,
+                sinks=params.sinks is not None,
+                scale=params.scale,
+                softcap=params.softcap,
+            )
+            plan = self._make_plan(batch.host, group, params.window, base)
+            self._plans[key] = plan
+        return plan
+
+    def _make_plan(
+        self, host: BatchArrays, group: int, window: int | None, base: DecodeVariant
+    ) -> _Plan:
+        counts = np.diff(host.query_start_loc)
+        single = np.flatnonzero(counts == 1)
+        few = np.flatnonzero((counts > 1) & (counts <= MAX_ROWS))
+        many = np.flatnonzero(counts > MAX_ROWS)
+        parts: list[_Part] = []
+        order: list[npt.NDArray[np.int32]] = []
+        row = 0
+
+        def add(sequences: npt.NDArray[np.intp], work: _Decode | Chunk) -> None:
+            nonlocal row
+            rows = [np.arange(*host.query_start_loc[s : s + 2]) for s in sequences]
+            order.extend(rows)
+            count = sum(map(len, rows))
+            parts.append(_Part(slice(row, row + count), work))
+            row += count
+
+        for sequences in (single, few):
+            if len(sequences):
+                add(sequences, self._plan_decode(host, sequences, group, window, base))
+        for sequence in many:
+            add(
+                np.array([sequence]),
+                plan_chunk(host, int(sequence), group, window, base.pool.block_size),
+            )
+        flat = np.concatenate(order)
+        if np.array_equal(flat, np.arange(len(flat))):
+            return _Plan(tuple(parts), None, None)
+        return _Plan(tuple(parts), mx.array(flat), mx.array(np.argsort(flat)))
+
+    def _plan_decode(
+        self,
+        host: BatchArrays,
+        sequences: npt.NDArray[np.intp],
+        group: int,
+        window: int | None,
+        base: DecodeVariant,
+    ) -> _Decode:
+        counts = np.diff(host.query_start_loc)[sequences]
+        ends = host.context_lens[sequences]
+        lows = np.zeros_like(ends)
+        if window is not None:
+            lows = np.maximum(ends - counts - window + 1, 0)
+        rows = 1
+        while rows < counts.max():
+            rows *= 2
+        whole = _variant(base, rows, split=False)
+        if self._deterministic:
+            chunks = fixed_chunks(lows, ends)
+        else:
+            chunks = choose_chunk(lows, ends, whole.pool.num_kv_heads * whole.parts, self._wave)
+        tables = host.groups[group].block_tables[sequences]
+        work = make_work_list(counts, lows, ends, tables, chunks, window)
+        if work.max_chunks == 1:
+            return _Decode(mx.array(work.plan), work.num_items, work.num_rows, whole, None)
+        split = _variant(base, rows, split=True)
+        merge = MergeVariant(split, _MERGE_SIMDGROUPS if work.max_chunks > _MANY_CHUNKS else 1)
+        return _Decode(mx.array(work.plan), work.num_items, work.num_rows, split, merge)
+
+    def _decode(
+        self,
+        queries: mx.array,
+        layer: int,
+        store: KVStore,
+        work: _Decode,
+        params: AttentionParams,
+    ) -> mx.array:
+        pool, token = store.bind(layer)
+        variant = work.variant
+        num_kv_heads, v_head_dim = variant.pool.num_kv_heads, variant.pool.v_head_dim
+        sinks = [] if params.sinks is None else [params.sinks.astype(mx.float32)]
+        out_shape = (work.num_rows, num_kv_heads * variant.factor, v_head_dim)
+        if work.merge is None:
+            shapes, dtypes = [out_shape], [queries.dtype]
+        else:
+            partials = (work.num_items, num_kv_heads, variant.vectors)
+            shapes, dtypes = [(*partials, v_head_dim), (*partials, 2)], [mx.float32, mx.float32]
+        threads = variant.num_simdgroups * SIMD_WIDTH
+        outputs = self._launch(
+            Launch(
+                variant.kernel,
+                [
+                    queries,
+                    pool.keys,
+                    pool.values,
+                    work.plan,
+                    *(sinks if work.merge is None else []),
+                    token,
+                ],
+                work.num_items * num_kv_heads * variant.parts * threads,
+                threads,
+                shapes,
+                dtypes,
+            )
+        )
+        if work.merge is None:
+            return outputs[0]
+        threads = work.merge.num_simdgroups * SIMD_WIDTH
+        return self._launch(
+            Launch(
+                work.merge.kernel,
+                [*outputs, work.plan, *sinks],
+                out_shape[0] * out_shape[1] * threads,
+                threads,
+                [out_shape],
+                [queries.dtype],
+            )
+        )[0]
+
+
+@dataclass(frozen=True, slots=True)
+class _Decode:
+    """Sequences with few rows: the plan on the device and the kernels that follow it."""
+
+    plan: mx.array
+    num_items: int
+    num_rows: int
+    variant: DecodeVariant
+    merge: MergeVariant | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Rows of the plan's order, and how they are attended."""
+
+    rows: slice
+    work: _Decode | Chunk
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """A step's rows by part; ``order`` sorts them where they don't come so."""
+
+    parts: tuple[_Part, ...]
+    order: mx.array | None
+    inverse: mx.array | None
+
+
+def _variant(base: DecodeVariant, rows: int, split: bool) -> DecodeVariant:
+    return DecodeVariant(
+        pool=base.pool,
+        dtype=base.dtype,
+        factor=base.factor,
+        rows=rows,
+        split=split,
+        sinks=base.sinks,
+        scale=base.scale,
+        softcap=base.softcap,
+    )
+
+
+def unsupported(pool: PoolShape, factor: int) -> str | None:
+    """Why the kernels can't serve a layer; None when they can.
+
+    Args:
+        pool: The layer's pool.
+        factor: Query heads that share a KV head.
+    """
+    for name, head_dim in (("K", pool.k_head_dim), ("V", pool.v_head_dim)):
+        if head_dim % 4 or not 4 <= head_dim <= 512:
+            return f"head size {head_dim} of {name} must be a multiple of 4 and at most 512"
+    if pool.block_size & (pool.block_size - 1):
+        return f"block size {pool.block_size} must be a power of two"
+    if factor < 1:
+        return f"{factor} query heads for a KV head"
+    return None
