@@ -12,6 +12,7 @@ from pagedmlx.core.batch import BatchArrays
 from pagedmlx.core.groups import KVGroup, KVGroupKind
 from pagedmlx.kv.layout import AxisOrder, KVLayout, LayerShape
 from pagedmlx.kv.store import KVStore
+from pagedmlx.kv.writer import PoolWriter
 from pagedmlx.ops.base import AttentionBackend, AttentionParams, PagedBatch, upload
 from tests.support.batches import make_batch, slots_of
 
@@ -59,6 +60,7 @@ def make_case(
     fill: float = float("nan"),
     order: AxisOrder = AxisOrder.HEAD_MAJOR,
     seed: int = 0,
+    writer: PoolWriter | None = None,
 ) -> Case:
     """Fill a pool whose dead slots hold ``fill``; the last write is the step's own rows."""
     rng = np.random.default_rng(seed)
@@ -71,7 +73,7 @@ def make_case(
         groups=(KVGroup(KVGroupKind.FULL, (0,)),),
         order=order,
     )
-    store = KVStore(layout, (num_blocks,), fill)
+    store = KVStore(layout, (num_blocks,), fill, writer)
     store.check(0, host.groups[0])
     mlx_dtype = getattr(mx, dtype)
     keys, values = [], []
