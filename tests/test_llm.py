@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from tests.support.tokenizers import byte_ids
 REPOSITORY = Path(__file__).parents[1]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 FakeLLM = Callable[..., LLM]
+Python = Callable[..., subprocess.Popen[str]]
 
 
 @pytest.fixture
@@ -199,9 +201,7 @@ def test_a_finished_result_does_not_wait_for_a_slow_source(fake: FakeLLM):
 
     def source() -> Iterator[Job]:
         yield from jobs(1)
-        deadline = time.monotonic() + 20
-        while llm.stats().num_finished_requests < 1 and time.monotonic() < deadline:
-            time.sleep(0.001)
+        _wait_for(lambda: llm.stats().num_finished_requests == 1)
         yield Job(prompt="second", request_id="second", sampling_params=GREEDY)
         assert results, "the first result was held back"
         yield Job(prompt="third", request_id="third", sampling_params=GREEDY)
@@ -246,19 +246,27 @@ def test_a_queue_that_others_fill_is_told_when_nothing_of_ours_runs(fake: FakeLL
         FakeRunner(before_step=lambda _step: gate.wait(20)), max_num_waiting=1, max_num_seqs=1
     )
     first, second = llm.stream("first", GREEDY), llm.stream("second", GREEDY)
+    commands = llm._worker._commands
     with ThreadPoolExecutor(3) as threads:
         others = [threads.submit(list, first)]
-        while not llm._worker.engine._scheduler.running:
-            time.sleep(0.001)
+        _wait_for(lambda: bool(llm._worker.engine._scheduler.running))
         others.append(threads.submit(list, second))
+        _wait_for(lambda: commands.qsize() == 1)
         late = threads.submit(lambda: list(llm.generate_iter(jobs(3))))
-        time.sleep(0.05)
+        _wait_for(lambda: commands.qsize() == 4)
         gate.set()
         assert all(other.result(20)[-1].finished for other in others)
         outputs = late.result(20)
     assert len(outputs) == 3
-    assert {type(output.error) for output in outputs} <= {QueueFullError, type(None)}
+    assert isinstance(outputs[0].error, QueueFullError)
     assert_llm_idle(llm)
+
+
+def _wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def test_no_room_at_all_is_refused(fake: FakeLLM):
@@ -284,6 +292,20 @@ def test_a_dead_loop_ends_every_call(fake: FakeLLM):
     llm.close()
 
 
+def test_a_dead_loop_raises_its_own_error_in_every_thread(fake: FakeLLM):
+    def fail(_step: Step) -> None:
+        raise RuntimeError("the device is gone")
+
+    llm = fake(FakeRunner(before_step=fail))
+    errors: list[EngineDeadError] = []
+    for _ in range(3):
+        with pytest.raises(EngineDeadError) as caught:
+            llm.generate("a")
+        errors.append(caught.value)
+    assert len(set(map(id, errors))) == 3
+    assert all(isinstance(error.__cause__, RuntimeError) for error in errors)
+
+
 def test_a_closed_llm_refuses_and_closes_again(fake: FakeLLM):
     llm = fake()
     with llm:
@@ -299,8 +321,7 @@ def test_closing_from_another_thread_ends_a_running_call(fake: FakeLLM):
     llm = fake(runner)
     with ThreadPoolExecutor(1) as threads:
         call = threads.submit(llm.generate, "a", replace(GREEDY, max_tokens=200))
-        while not runner.scheduled:
-            time.sleep(0.001)
+        _wait_for(lambda: bool(runner.scheduled))
         llm.close()
         (output,) = call.result(20)
     assert output.outputs[0].finish_reason == "abort"
@@ -320,15 +341,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_folder(tmp_path_factory.mktemp("model"))
 
 
-def python(code: str, *arguments: object) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-W", "error", "-c", code, *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=REPOSITORY,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-    )
+@pytest.fixture
+def python() -> Iterator[Python]:
+    with ExitStack() as processes:
+
+        def start(code: str, *arguments: object) -> subprocess.Popen[str]:
+            process = subprocess.Popen(
+                [sys.executable, "-W", "error", "-c", code, *map(str, arguments)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                cwd=REPOSITORY,
+                env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+            )
+            processes.enter_context(process)
+            processes.callback(process.kill)
+            return process
+
+        yield start
 
 
 SETUP = """
@@ -365,13 +395,34 @@ def load():
     ],
     ids=["idle", "stream open", "no model", "broken model", "async"],
 )
-def test_a_process_that_never_closes_exits_cleanly(tmp_path: Path, code: str, expected: str):
+def test_a_process_that_never_closes_exits_cleanly(
+    python: Python, tmp_path: Path, code: str, expected: str
+):
     process = python(SETUP + code, save_tiny_folder(tmp_path / "model"))
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (0, expected, "")
 
 
-def test_ctrl_c_ends_a_call_and_the_process(folder: Path):
+def test_a_forked_process_is_refused_and_its_parent_goes_on(python: Python, folder: Path):
+    code = SETUP + (
+        "import os, warnings\n"
+        "from pagedmlx.errors import EngineClosedError\n"
+        "warnings.simplefilter('ignore')\n"
+        "llm = load()\n"
+        "if os.fork() == 0:\n"
+        "    try:\n"
+        "        llm.generate('a')\n"
+        "    except EngineClosedError as error:\n"
+        "        print(error, flush=True)\n"
+        "        os._exit(0)\n"
+        "os.wait()\n"
+        "print(len(llm.generate('a')))\n"
+    )
+    out, err = python(code, folder).communicate(timeout=60)
+    assert (out, err) == ("the engine's thread is not in this process\n1\n", "")
+
+
+def test_ctrl_c_ends_a_call_and_the_process(python: Python, folder: Path):
     code = SETUP + (
         "llm = load()\n"
         "params = SamplingParams(max_tokens=400, ignore_eos=True)\n"
@@ -393,7 +444,7 @@ def test_ctrl_c_ends_a_call_and_the_process(folder: Path):
     assert (process.returncode, out, err) == (0, "interrupted\n", "")
 
 
-def test_ctrl_c_that_nobody_catches_ends_the_process(folder: Path):
+def test_ctrl_c_that_nobody_catches_ends_the_process(python: Python, folder: Path):
     code = SETUP + (
         "llm = load()\nprint('ready', flush=True)\n"
         "while True: llm.generate(['a'] * 8, SamplingParams(max_tokens=400, ignore_eos=True))\n"

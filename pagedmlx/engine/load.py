@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from pagedmlx.config import EngineConfig
 from pagedmlx.engine.frames import clear_frames
-from pagedmlx.errors import InvalidRequestError
+from pagedmlx.errors import InvalidRequestError, ModelLoadError
 
 if TYPE_CHECKING:
     from pagedmlx.engine.engine import Engine
@@ -105,7 +105,13 @@ def _load(config: EngineConfig, report: ProgressCallback, blas: str, undo: ExitS
         salts=(loaded.model_id, adapter.layout.dtype),
     )
     report("allocating the pool", None)
-    store = KVStore(adapter.layout, plan.num_blocks, config.pool_fill)
+    try:
+        store = KVStore(adapter.layout, plan.num_blocks, config.pool_fill)
+    except RuntimeError as error:  # MLX's word for memory that the device doesn't give
+        raise ModelLoadError(
+            f"the pool of {plan.pool_bytes} bytes can't be allocated: {error}",
+            hint="ask for fewer blocks or less memory",
+        ) from error
     notes = [
         f"device: {'GPU' if on_gpu else 'CPU'}, weights in {loaded.dtype}",
         *([] if on_gpu else [blas]),

@@ -27,6 +27,8 @@ Sink = Callable[[OutputEvent], None]
 
 _Result = TypeVar("_Result")
 _logger = logging.getLogger(__name__)
+# Who wants to read it sets logging up; others get the errors themselves, and no traceback.
+_logger.addHandler(logging.NullHandler())
 
 
 @dataclass(eq=False, slots=True)
@@ -169,10 +171,14 @@ class EngineWorker:
 
     def _check_open(self) -> None:
         if self._failure is not None:
-            # A new one each time: an exception collects the frames that it is raised through.
-            raise EngineDeadError(str(self._failure)) from self._failure
+            raise _copy(self._failure)
         if self._closing:
             raise EngineClosedError("the engine is closed")
+        if self._thread.ident is not None and not self._thread.is_alive():
+            raise EngineClosedError(
+                "the engine's thread is not in this process",
+                hint="make the engine after the fork, or start processes with spawn",
+            )
 
     # On the engine's thread.
 
@@ -219,7 +225,7 @@ class EngineWorker:
         with self._lock:
             self._failure = failure
         while self._subscribers:
-            _fail(*self._subscribers.popitem(), failure)
+            _fail(*self._subscribers.popitem(), _copy(failure))
 
     def _refuse_commands(self) -> None:
         """Let nothing more in; what is queued finds the engine closed or dead, and says so."""
@@ -248,6 +254,13 @@ class EngineWorker:
                 self._subscribers.pop(event.request_id, None)
                 assert self._engine is not None
                 self._engine.abort(event.request_id)
+
+
+def _copy(failure: EngineDeadError) -> EngineDeadError:
+    """One for each who raises it: an exception keeps every frame that it passes through."""
+    error = EngineDeadError(str(failure), hint=failure.hint)
+    error.__cause__ = failure.__cause__
+    return error
 
 
 def _tell(subscriber: _Subscriber, event: OutputEvent) -> bool:

@@ -3,12 +3,15 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pagedmlx import LLM, SamplingParams
 from pagedmlx.engine.frames import clear_frames
+from pagedmlx.engine.memory import PoolPlan, plan_pool
 from pagedmlx.errors import InvalidRequestError, ModelLoadError, PagedMLXError
+from pagedmlx.kv.store import KVStore
 from tests.support.tiny_models import save_tiny_folder
 
 
@@ -77,6 +80,26 @@ def test_loading_prints_and_logs_nothing(
         llm.generate("hello")
     assert capfd.readouterr() == ("", "")
     assert not caplog.records
+
+
+def test_a_pool_that_the_device_refuses_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_: object) -> None:
+        raise RuntimeError("[malloc] no memory")
+
+    with monkeypatch.context() as patch:
+        # The probe's small pool is made before the engine's.
+        patch.setattr("pagedmlx.engine.memory.plan_pool", _plan_then(patch, refuse))
+        with pytest.raises(ModelLoadError, match=r"pool of \d+ bytes .* no memory") as caught:
+            LLM(str(folder), num_blocks=8)
+    assert caught.value.hint
+
+
+def _plan_then(patch: pytest.MonkeyPatch, make_store: object) -> object:
+    def plan(*args: Any, **settings: Any) -> PoolPlan:
+        patch.setattr(KVStore, "__init__", make_store)
+        return plan_pool(*args, **settings)
+
+    return plan
 
 
 def test_clearing_frames_reaches_the_errors_behind_an_error():
