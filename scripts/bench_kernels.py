@@ -1,0 +1,371 @@
+"""How fast the kernels are on this GPU, beside MLX's own attention and mlx-lm's caches.
+
+python scripts/bench_kernels.py --json FILE [--only decode,prefill,..] [--peak]    (- is stdout)
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import mlx.core as mx
+import numpy as np
+from report import save
+
+from pagedmlx.core.batch import BatchArrays, GroupArrays
+from pagedmlx.core.groups import KVGroup, KVGroupKind
+from pagedmlx.kv.layout import AxisOrder, KVLayout, LayerShape
+from pagedmlx.kv.store import KVStore
+from pagedmlx.ops.base import AttentionParams, PagedBatch, upload
+from pagedmlx.ops.in_place import InPlaceWriter
+from pagedmlx.ops.kernels import KernelBackend
+from pagedmlx.ops.launch import MLXLauncher, gpu_platform
+
+BLOCK_SIZE = 16
+CHAIN = 32
+"""Calls that depend on each other in one step, as the layers of a model do."""
+STEPS = 6
+"""Steps that are dispatched before any is waited for."""
+ROUNDS = 5
+# Twice what the largest level-2 cache of the GPUs measured holds, twice.
+ROTATED_BYTES = 256 << 20
+_EMPTY = np.empty(0, np.int32)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sequences by their contexts, and the heads."""
+
+    name: str
+    contexts: tuple[int, ...]
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+
+    @property
+    def layer_bytes(self) -> int:
+        """K and V that one layer must read, in bf16."""
+        return sum(self.contexts) * self.num_kv_heads * self.head_dim * 4
+
+
+MAIN = (
+    Shape("16 x 4096", (4096,) * 16),
+    Shape("64 x 2048", (2048,) * 64),
+    Shape("1 x 32768", (32768,)),
+    Shape("ragged", (16384, *(512,) * 7)),
+    Shape("1 x 1024", (1024,)),
+    Shape("16 x 512", (512,) * 16),
+)
+FACTOR_8 = (
+    Shape("factor 8, D 128, 16 x 4096", (4096,) * 16, 64, 8, 128),
+    Shape("factor 8, D 64, 16 x 4096", (4096,) * 16, 64, 8, 64),
+    Shape("factor 1, D 128, 16 x 1024", (1024,) * 16, 32, 32, 128),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure the kernels.")
+    parser.add_argument("--json", required=True, metavar="FILE", help="result file; - is stdout")
+    parser.add_argument("--only", default="", help="sections by name, with commas between")
+    parser.add_argument("--peak", action="store_true", help="look for pool-sized allocations only")
+    options = parser.parse_args()
+    if gpu_platform() is None:
+        sys.exit("bench_kernels.py: the default device is no GPU")
+
+    sections: dict[str, Callable[[], Any]] = {
+        "ceiling": measure_ceiling,
+        "decode": lambda: [measure_decode(shape) for shape in MAIN],
+        "write_attend": lambda: [measure_decode(shape, write=True) for shape in MAIN],
+        "factors": lambda: [measure_decode(shape) for shape in FACTOR_8],
+        "slot_major": lambda: [
+            measure_decode(shape, order=AxisOrder.SLOT_MAJOR) for shape in MAIN[:4]
+        ],
+        "sdpa": lambda: [measure_sdpa(shape, extra) for shape in MAIN[:2] for extra in (0, 1)],
+        "batch_cache": lambda: [measure_batch_cache(shape) for shape in MAIN[:4]],
+        "prefill": lambda: [measure_prefill(2048, cached) for cached in (0, 8192)],
+        "write": lambda: [measure_write(rows) for rows in (1, 16, 64, 2048)],
+    }
+    wanted = options.only.split(",") if options.only else list(sections)
+    if options.peak:
+        sections, wanted = {"peak": measure_peak}, ["peak"]
+    result: dict[str, Any] = {"device": {k: str(v) for k, v in mx.device_info().items()}}
+    for name in wanted:
+        start = time.perf_counter()
+        result[name] = sections[name]()
+        mx.clear_cache()
+        seconds = time.perf_counter() - start
+        print(f"{name} ({seconds:.0f} s): {result[name]}", file=sys.stderr, flush=True)
+    save(result, options.json)
+
+
+def measure_ceiling() -> dict[str, float]:
+    """Read bandwidth: 8 large sums in one evaluation."""
+    arrays = [mx.random.bits((1 << 27,)).view(mx.float16) for _ in range(8)]
+    mx.eval(arrays)
+
+    def once() -> None:
+        mx.eval([array.sum() for array in arrays])
+
+    return {"gb_per_s": round(sum(array.nbytes for array in arrays) / _best(once) / 1e9)}
+
+
+class Layers:
+    """A pool with enough layers that rotating over them defeats the caches."""
+
+    def __init__(
+        self, shape: Shape, order: AxisOrder = AxisOrder.HEAD_MAJOR, num_rows: int = 1
+    ) -> None:
+        self.shape = shape
+        self.num_layers = min(64, max(4, -(-ROTATED_BYTES // shape.layer_bytes)))
+        dims = LayerShape(shape.num_kv_heads, shape.head_dim, shape.head_dim)
+        layout = KVLayout(
+            block_size=BLOCK_SIZE,
+            dtype="bfloat16",
+            layers=(dims,) * self.num_layers,
+            groups=(KVGroup(KVGroupKind.FULL, tuple(range(self.num_layers))),),
+            order=order,
+        )
+        spans = [(context - num_rows, num_rows) for context in shape.contexts]
+        self.num_blocks = sum(-(-context // BLOCK_SIZE) for context in shape.contexts)
+        self.launcher = MLXLauncher(_platform())
+        self.store = KVStore(layout, (self.num_blocks,), 0.01, InPlaceWriter(self.launcher))
+        self.host = lay_out(spans, self.num_blocks)
+        self.batch = upload(self.host)
+        mx.eval(self.batch.groups[0].slot_mapping)
+        self.backend = KernelBackend(self.launcher)
+        self.params = AttentionParams(scale=shape.head_dim**-0.5)
+        self.queries = _normal((self.host.num_rows, shape.num_heads, shape.head_dim))
+        rows = (self.host.num_rows, shape.num_kv_heads, shape.head_dim)
+        self.keys, self.values = _normal(rows), _normal(rows)
+        mx.eval(self.queries, self.keys, self.values)
+
+    def chain(self, batch: PagedBatch, write: bool, length: int = CHAIN) -> mx.array:
+        """A step: each layer's output is the next one's query."""
+        output = self.queries
+        for index in range(length):
+            layer = index % self.num_layers
+            if write:
+                slots = batch.groups[0].slot_mapping
+                self.store.write(layer, self.keys, self.values, slots)
+            output = self.backend.attend(output, layer, 0, self.store, batch, self.params)
+        return output
+
+
+def measure_decode(
+    shape: Shape, write: bool = False, order: AxisOrder = AxisOrder.HEAD_MAJOR
+) -> dict[str, Any]:
+    """Microseconds of a layer, pipelined; with the step's metadata resident and fresh."""
+    layers = Layers(shape, order)
+    result: dict[str, Any] = {"shape": shape.name, "write": write, "order": order.name}
+    for name, fresh in (("us", False), ("fresh_metadata_us", True)):
+
+        def steps(fresh: bool = fresh) -> None:
+            for _ in range(STEPS):
+                batch = upload(layers.host) if fresh else layers.batch
+                layers.store.submit(layers.chain(batch, write))
+            mx.synchronize()
+
+        result[name] = round(_best(steps) / STEPS / CHAIN * 1e6, 2)
+    start = time.perf_counter()
+    output = layers.chain(layers.batch, write)
+    result["host_build_us"] = round((time.perf_counter() - start) / CHAIN * 1e6, 2)
+    layers.store.commit(output)
+    result["gb_per_s"] = round(shape.layer_bytes / result["us"] / 1e3)
+    return result
+
+
+def measure_sdpa(shape: Shape, extra: int) -> dict[str, Any]:
+    """MLX's own attention on contiguous K and V, chained the same way."""
+    context = shape.contexts[0] + extra
+    batch = len(shape.contexts)
+    kv_shape = (batch, shape.num_kv_heads, context, shape.head_dim)
+    layers = [(mx.full(kv_shape, 0.01, mx.bfloat16), _normal(kv_shape)) for _ in range(4)]
+    queries = _normal((batch, shape.num_heads, 1, shape.head_dim))
+    mx.eval(layers, queries)
+
+    def steps() -> None:
+        for _ in range(STEPS):
+            output = queries
+            for index in range(CHAIN):
+                keys, values = layers[index % len(layers)]
+                output = mx.fast.scaled_dot_product_attention(
+                    output, keys, values, scale=shape.head_dim**-0.5
+                )
+            mx.async_eval(output)
+        mx.synchronize()
+
+    return {
+        "shape": shape.name,
+        "context": context,
+        "us": round(_best(steps) / STEPS / CHAIN * 1e6, 2),
+    }
+
+
+def measure_batch_cache(shape: Shape) -> dict[str, Any]:
+    """mlx-lm's BatchKVCache: update and attention, padded to the longest sequence."""
+    from mlx_lm.models.base import scaled_dot_product_attention
+    from mlx_lm.models.cache import BatchKVCache
+
+    longest = max(shape.contexts)
+    padding = [longest - context for context in shape.contexts]
+    caches = [BatchKVCache(padding) for _ in range(4)]
+    batch = len(shape.contexts)
+    new = (batch, shape.num_kv_heads, 1, shape.head_dim)
+    old = (batch, shape.num_kv_heads, longest - 1, shape.head_dim)
+    filled = _normal(old)
+    for cache in caches:
+        cache.update_and_fetch(filled, filled)
+        mx.eval(cache.keys, cache.values)
+    keys, values, queries = (
+        _normal(new),
+        _normal(new),
+        _normal((batch, shape.num_heads, 1, shape.head_dim)),
+    )
+    mx.eval(keys, values, queries)
+
+    def steps() -> None:
+        for _ in range(STEPS):
+            output = queries
+            for index in range(CHAIN):
+                cache = caches[index % len(caches)]
+                mask = cache.make_mask(1, return_array=True)
+                k, v = cache.update_and_fetch(keys, values)
+                output = scaled_dot_product_attention(
+                    output, k, v, cache=cache, scale=shape.head_dim**-0.5, mask=mask
+                )
+            mx.async_eval(output)
+        mx.synchronize()
+
+    return {"shape": shape.name, "us": round(_best(steps, 3) / STEPS / CHAIN * 1e6, 2)}
+
+
+def measure_prefill(rows: int, cached: int) -> dict[str, Any]:
+    """A chunk over cached tokens: gather and MLX's attention, beside that on contiguous K and V."""
+    shape = Shape(f"{rows} rows over {cached}", (rows + cached,))
+    layers = Layers(shape, num_rows=rows)
+    length = 8
+
+    def paged() -> None:
+        layers.store.submit(layers.chain(layers.batch, write=False, length=length))
+        mx.synchronize()
+
+    kv_shape = (1, shape.num_kv_heads, rows + cached, shape.head_dim)
+    keys, values = _normal(kv_shape), _normal(kv_shape)
+    queries = _normal((1, shape.num_heads, rows, shape.head_dim))
+    mx.eval(keys, values, queries)
+
+    def contiguous() -> None:
+        output = queries
+        for _ in range(length):
+            output = mx.fast.scaled_dot_product_attention(
+                output, keys, values, scale=shape.head_dim**-0.5, mask="causal"
+            )
+        mx.eval(output)
+
+    return {
+        "shape": shape.name,
+        "gather_us": round(_best(paged) / length * 1e6, 1),
+        "sdpa_us": round(_best(contiguous) / length * 1e6, 1),
+    }
+
+
+def measure_write(num_rows: int) -> dict[str, Any]:
+    """The write kernel alone, in a chain."""
+    layers = Layers(Shape(f"{num_rows} rows", (64,) * num_rows))
+
+    def steps() -> None:
+        for _ in range(STEPS):
+            for index in range(CHAIN):
+                slots = layers.batch.groups[0].slot_mapping
+                layers.store.write(index % layers.num_layers, layers.keys, layers.values, slots)
+            layers.store.submit()
+        mx.synchronize()
+
+    return {"rows": num_rows, "us": round(_best(steps) / STEPS / CHAIN * 1e6, 2)}
+
+
+def measure_peak() -> dict[str, Any]:
+    """Peak memory above what is held, over 1,000 pipelined steps of write and attention."""
+    layers = Layers(Shape("8 x 4096", (4096,) * 8))
+    layers.store.commit(layers.chain(layers.batch, write=True))
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    for _ in range(1000):
+        layers.store.submit(layers.chain(upload(layers.host), write=True, length=4))
+    layers.store.commit()
+    extra = mx.get_peak_memory() - before
+    array_bytes = layers.shape.layer_bytes // 2
+    return {
+        "steps": 1000,
+        "extra_bytes": extra,
+        "pool_array_bytes": array_bytes,
+        "ok": extra < array_bytes,
+    }
+
+
+def lay_out(spans: Sequence[tuple[int, int]], num_blocks: int) -> BatchArrays:
+    """Sequences that compute tokens [start, start + count), with shuffled block tables."""
+    counts = np.array([count for _, count in spans], np.int32)
+    ends = np.array([start + count for start, count in spans], np.int32)
+    widths = -(-ends // BLOCK_SIZE)
+    ids = np.random.default_rng(0).permutation(num_blocks).astype(np.int32)
+    tables = np.full((len(spans), widths.max()), -1, np.int32)
+    for row, at, width in zip(tables, np.cumsum(widths) - widths, widths, strict=True):
+        row[:width] = ids[at : at + width]
+    positions = np.concatenate([np.arange(s, s + n, dtype=np.int32) for s, n in spans])
+    owners = np.repeat(np.arange(len(spans)), counts)
+    blocks = tables[owners, positions // BLOCK_SIZE].astype(np.int64)
+    group = GroupArrays(
+        slot_mapping=blocks * BLOCK_SIZE + positions % BLOCK_SIZE,
+        block_tables=tables,
+        copy_src=_EMPTY,
+        copy_dst=_EMPTY,
+    )
+    query_start_loc = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    return BatchArrays(
+        sequences=(),
+        num_decodes=int(np.count_nonzero(counts == 1)),
+        token_ids=np.zeros(len(positions), np.int32),
+        positions=positions,
+        query_start_loc=query_start_loc,
+        context_lens=ends,
+        sample_rows=query_start_loc[1:] - 1,
+        sample_sequences=(),
+        unread_rows=_EMPTY,
+        unread_sequences=(),
+        groups=(group,),
+    )
+
+
+def _best(run: Callable[[], None], rounds: int = ROUNDS) -> float:
+    """Seconds of the fastest of some rounds, after two that warm up."""
+    times = []
+    for _ in range(rounds + 2):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return min(times[2:]) if os.environ.get("BENCH_MEDIAN") is None else median(times[2:])
+
+
+def _normal(shape: tuple[int, ...]) -> mx.array:
+    return mx.random.normal(shape).astype(mx.bfloat16)
+
+
+def _platform() -> Any:
+    platform = gpu_platform()
+    assert platform is not None
+    return platform
+
+
+if __name__ == "__main__":
+    main()
