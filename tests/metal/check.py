@@ -19,10 +19,10 @@ MAX_THREADGROUP_BYTES = 32 << 10
 MAX_SOURCE_BYTES = 16 << 10  # MLX hashes the text at every call
 
 _FLAGS = [
-    "-std=c++14", "-fsyntax-only", "-DSTRICT", "-Wno-everything", "-ferror-limit=30", "-fno-color-diagnostics",
-    "-fno-caret-diagnostics", "-Werror=return-type", "-Wimplicit-float-conversion",
-    "-Werror=c++11-narrowing", "-Wc++17-extensions", "-Wdeprecated-declarations", "-Wuninitialized", "-Wunused-value",
-    "-Xclang", "-cl-single-precision-constant",
+    "-std=c++14", "-fsyntax-only", "-DSTRICT", "-ferror-limit=30", "-fno-color-diagnostics",
+    "-fno-caret-diagnostics", "-Wno-everything", "-Wimplicit-float-conversion",
+    "-Wc++17-extensions", "-Wdeprecated-declarations", "-Wuninitialized", "-Wunused-value",
+    "-Werror=c++11-narrowing", "-Werror=return-type", "-Xclang", "-cl-single-precision-constant",
 ]  # fmt: skip
 _MESSAGE = re.compile(r"^kernel:(\d+):(\d+): (error|warning): (.*)$", re.M)
 _MEASURED = re.compile(r"'msl_measure<(\d+)[UL]*>' is deprecated")
@@ -140,6 +140,7 @@ def _without_comments(text: str) -> str:
 def _unqualified_pointers(kernel: Kernel) -> list[Diagnostic]:
     text = _without_comments(kernel.text)
     names = re.findall(r"\b(?:typename|class|using|struct)\s+(\w+)", text)
+    names += re.findall(r"\btypedef\s[^;]*?(\w+)\s*;", text)
     named = "|".join([_TYPES, *map(re.escape, names)])
     pattern = re.compile(
         rf"(?P<before>(?:\b(?:const|volatile|{_SPACES})\s+)*)\b(?:{named})"

@@ -26,7 +26,7 @@ _CHECKED = [
     "-fsanitize=array-bounds,alignment,shift,integer-divide-by-zero,signed-integer-overflow",
     "-fno-sanitize-recover=all", "-ftrivial-auto-var-init=pattern",
     "-Xclang", "-ffloat16-excess-precision=none", "-Xclang", "-fbfloat16-excess-precision=none",
-    "-Xclang", "-cl-single-precision-constant",
+    "-Xclang", "-cl-single-precision-constant", "-mllvm", "-tsan-instrument-read-before-write",
 ]  # fmt: skip
 _MAX_THREADS = 1024
 _ALIGNMENT = 256
