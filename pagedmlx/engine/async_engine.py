@@ -68,6 +68,7 @@ class AsyncEngine:
 
         Raises:
             InvalidRequestError: The request can't be served; raised before the first output.
+            QueueFullError: Too many wait already; raised before the first output.
             EngineDeadError: The engine's loop failed, before or during the request.
             RequestFailedError: The request itself failed.
         """

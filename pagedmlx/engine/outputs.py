@@ -67,7 +67,7 @@ class OutputEvent:
         finish_reason: ``stop``, ``length``, ``abort`` or ``error`` when the output ended here.
         stop_reason: The stop string or stop token id that ended it, if one did.
         num_cached_tokens: Prompt tokens that were not computed, but shared.
-        metrics: Of the whole request.
+        metrics: Of the whole request; None from an engine that can say no more.
         error: Why the output ended with ``error``.
     """
 
@@ -78,7 +78,7 @@ class OutputEvent:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     num_cached_tokens: int = 0
-    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    metrics: RequestMetrics | None = None
     error: PagedMLXError | None = None
 
     @classmethod
@@ -166,8 +166,10 @@ class OutputCollector:
         self._texts[event.index].append(event.text)
         self._tokens[event.index].extend(event.token_ids)
         self._last[event.index] = event
-        self._metrics = event.metrics
         self._error = self._error or event.error
+        if event.metrics is None:
+            return
+        self._metrics = event.metrics
         if event.index == 0:
             self._num_cached_tokens = event.num_cached_tokens
 

@@ -319,6 +319,7 @@ def test_a_request_aborted_while_it_waits_is_never_run():
     assert engine.stats().num_waiting == 1
     (event,) = engine.abort("waits")
     assert event.finish_reason == "abort"
+    assert event.metrics is not None
     assert event.metrics.queue_s is None
     events_of(engine)
     assert "waits" not in runner.scheduled
