@@ -50,6 +50,8 @@ class BatchArrays:
         context_lens: (S,) int32; tokens whose K and V are in the pool once this step has written.
         sample_rows: (R,) int32; the rows whose logits are needed.
         sample_sequences: The R sequences that they belong to.
+        unread_rows: (P,) int32; the rows whose token is not known here, and 0 in ``token_ids``.
+        unread_sequences: The P sequences for which the step before sampled those tokens.
         groups: One entry for each KV group.
     """
 
@@ -61,6 +63,8 @@ class BatchArrays:
     context_lens: Int32Array
     sample_rows: Int32Array
     sample_sequences: tuple[Sequence, ...]
+    unread_rows: Int32Array
+    unread_sequences: tuple[Sequence, ...]
     groups: tuple[GroupArrays, ...]
 
     @property
@@ -88,6 +92,9 @@ def build_batch(step: Step, block_size: int) -> BatchArrays:
     token_ids: list[int] = []
     for entry in entries:
         token_ids += entry.sequence.token_ids[entry.start : entry.start + entry.num_tokens]
+        if entry.is_unread:
+            token_ids.append(0)
+    unread = [index for index, entry in enumerate(entries) if entry.is_unread]
     sampling = [index for index, entry in enumerate(entries) if entry.needs_logits]
     num_groups = len(entries[0].sequence.block_tables) if entries else 0
     return BatchArrays(
@@ -99,6 +106,8 @@ def build_batch(step: Step, block_size: int) -> BatchArrays:
         context_lens=starts + counts,
         sample_rows=query_start_loc[1:][sampling] - 1,
         sample_sequences=tuple(entries[index].sequence for index in sampling),
+        unread_rows=query_start_loc[1:][unread] - 1,
+        unread_sequences=tuple(entries[index].sequence for index in unread),
         groups=tuple(
             _build_group(step, group, block_size, positions, owners) for group in range(num_groups)
         ),

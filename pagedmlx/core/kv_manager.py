@@ -69,7 +69,7 @@ class KVManager:
         )
         # Blocks that steps under way will fill: hash to tokens, and the hashes of each sequence.
         self._pending: dict[bytes, tuple[int, ...]] = {}
-        self._pending_of: dict[int, list[bytes]] = {}
+        self._pending_of: dict[int, list[tuple[int, bytes]]] = {}
 
     @property
     def capacity_tokens(self) -> int:
@@ -90,8 +90,9 @@ class KVManager:
         return -(-num_tokens // self.block_size)
 
     def num_missing_blocks(self, sequence: Sequence) -> int:
-        """Blocks that the sequence's known tokens need beyond those that it holds."""
-        return max(0, self.num_blocks_for(sequence.num_tokens) - len(sequence.block_tables[0]))
+        """Blocks that the sequence's tokens need beyond those that it holds."""
+        needed = self.num_blocks_for(sequence.num_tokens_ahead)
+        return max(0, needed - len(sequence.block_tables[0]))
 
     # Admission: what can be shared, and whether the rest fits.
 
@@ -241,10 +242,14 @@ class KVManager:
                         table.pool.forget(displaced)
                 chain.append(entry)
 
-    def end_pending(self, sequence: Sequence) -> None:
-        """The sequence's step has completed, or won't run: nobody need wait for its blocks."""
-        for block_hash in self._pending_of.pop(sequence.seq_id, ()):
+    def end_pending(self, sequence: Sequence, end: int | None = None) -> None:
+        """Tokens below ``end`` are computed, or with None never will be: nobody waits for them."""
+        blocks = self._pending_of.pop(sequence.seq_id, [])
+        done = [block for block in blocks if end is None or block[0] < end // self.block_size]
+        for _, block_hash in done:
             self._pending.pop(block_hash, None)
+        if len(done) < len(blocks):
+            self._pending_of[sequence.seq_id] = blocks[len(done) :]
 
     def truncate(self, sequence: Sequence, num_tokens: int) -> None:
         """Drop the tokens from ``num_tokens`` on; blocks left without any go back.
@@ -292,13 +297,14 @@ class KVManager:
     def _note_pending(self, sequence: Sequence, start: int, end: int) -> None:
         if not self.enable_prefix_caching:
             return
-        first, last = start // self.block_size, end // self.block_size
-        if first == last:
+        # A block that ends with an unread token has no hash yet.
+        first, last = start // self.block_size, min(end, sequence.num_tokens) // self.block_size
+        if first >= last:
             return
         self._extend_hashes(sequence, last)
-        hashes = sequence.block_hashes[first:last]
-        self._pending_of.setdefault(sequence.seq_id, []).extend(hashes)
-        for index, block_hash in enumerate(hashes, start=first):
+        blocks = list(enumerate(sequence.block_hashes[first:last], start=first))
+        self._pending_of.setdefault(sequence.seq_id, []).extend(blocks)
+        for index, block_hash in blocks:
             self._pending[block_hash] = self._block_tokens(sequence, index)
 
     def _num_usable_blocks(self, sequence: Sequence) -> int:

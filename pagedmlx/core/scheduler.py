@@ -65,8 +65,10 @@ class _Counters:
 class Scheduler:
     """Owns every request from ``add_request`` until its last output has ended.
 
-    ``schedule`` and ``update`` alternate; ``add_request``, ``finish`` and ``abort`` may come
-    between any two calls. Nothing here is thread-safe: one thread owns the scheduler.
+    Each step that ``schedule`` gives is followed by its ``update``, in the same order, but not at
+    once: step n + 1 may be scheduled while step n still runs. ``add_request``, ``finish`` and
+    ``abort`` may come between any two calls. Nothing here is thread-safe: one thread owns the
+    scheduler.
 
     Args:
         kv: The blocks.
@@ -181,7 +183,11 @@ class Scheduler:
     # One step.
 
     def schedule(self) -> Step | None:
-        """Plan the next step; None when there is nothing to do."""
+        """Plan the next step; None when there is nothing to do before the next ``update``.
+
+        A token that a step under way will sample can be computed already; the device knows it
+        then. Whether it ends the sequence shows one step late, and what was computed is dropped.
+        """
         if not self.has_unfinished:
             return None
         plan = _Plan(budget=self._config.max_num_batched_tokens)
@@ -199,11 +205,14 @@ class Scheduler:
         grown: list[Sequence] = []
         for entry, num_preemptions in self._in_flight.pop(result.step_id):
             sequence = entry.sequence
-            if sequence.is_finished or sequence.num_preemptions != num_preemptions:
+            if sequence.is_finished:
                 continue
-            self.kv.end_pending(sequence)
-            self.kv.publish(sequence, entry.start + entry.num_tokens)
+            if sequence.num_preemptions == num_preemptions:
+                end = entry.start + entry.num_tokens
+                self.kv.end_pending(sequence, end)
+                self.kv.publish(sequence, end)
             if entry.needs_logits:
+                sequence.num_unread_tokens -= 1
                 sequence.token_ids.append(result.sampled[sequence.seq_id])
                 self._counters.num_output_tokens += 1
                 grown.append(sequence)
@@ -213,17 +222,23 @@ class Scheduler:
     def _decodes_first(self) -> Iterator[Sequence]:
         """Running sequences in order, those with one token to compute before the others."""
         snapshot = tuple(self.running)
-        yield from (s for s in snapshot if s.num_tokens - s.num_computed_tokens == 1)
-        yield from (s for s in snapshot if s.num_tokens - s.num_computed_tokens > 1)
+        yield from (s for s in snapshot if s.num_tokens_ahead - s.num_computed_tokens == 1)
+        yield from (s for s in snapshot if s.num_tokens_ahead - s.num_computed_tokens > 1)
 
     def _schedule_running(self, plan: _Plan, sequence: Sequence) -> None:
         if sequence.status is not SequenceStatus.RUNNING:
             return  # preempted a moment ago
+        if sequence.num_output_tokens + sequence.num_unread_tokens >= (
+            sequence.request.max_output_tokens
+        ):
+            return  # its last token is on the way
         num_tokens = self._num_tokens_for(sequence, plan)
         if num_tokens < 1:
             return
         while (copies := self.kv.try_allocate(sequence, num_tokens)) is None:
             victim = self.running[-1]
+            if victim is sequence and self._in_flight:
+                return  # what is under way may end and free some
             self._preempt(plan, victim)
             if victim is sequence:
                 return
@@ -242,9 +257,13 @@ class Scheduler:
                 break
             # With something running, leave it one block to grow into.
             keep = promised + 1 if self.running else 0
-            # Whatever it shares, it needs a block of its own. And a step never both takes a
-            # sequence's blocks and runs it.
-            if self.kv.num_available_blocks <= keep or sequence.seq_id in plan.preempted:
+            # Whatever it shares, it needs a block of its own. A step never both takes a sequence's
+            # blocks and runs it, and all tokens of one that starts must be known.
+            if (
+                self.kv.num_available_blocks <= keep
+                or sequence.seq_id in plan.preempted
+                or sequence.num_unread_tokens
+            ):
                 blocked.append(sequence)
                 continue
             siblings = self._running_siblings(sequence)
@@ -311,16 +330,20 @@ class Scheduler:
         self._enter(plan, sequence, num_tokens, copies)
 
     def _num_tokens_for(self, sequence: Sequence, plan: _Plan) -> int:
-        left = sequence.num_tokens - sequence.num_computed_tokens
+        left = sequence.num_tokens_ahead - sequence.num_computed_tokens
         return min(left, self._config.prefill_chunk_size, plan.budget)
 
     def _enter(
         self, plan: _Plan, sequence: Sequence, num_tokens: int, copies: list[BlockCopy]
     ) -> None:
         start = sequence.num_computed_tokens
-        sequence.num_computed_tokens = start + num_tokens
-        needs_logits = sequence.num_computed_tokens == sequence.num_tokens
-        plan.entries[sequence.seq_id] = ScheduledSequence(sequence, start, num_tokens, needs_logits)
+        end = start + num_tokens
+        needs_logits = end == sequence.num_tokens_ahead
+        plan.entries[sequence.seq_id] = ScheduledSequence(
+            sequence, start, num_tokens, needs_logits, is_unread=end > sequence.num_tokens
+        )
+        sequence.num_computed_tokens = end
+        sequence.num_unread_tokens += needs_logits
         plan.copies[sequence.seq_id] = copies
         plan.budget -= num_tokens
 
@@ -328,6 +351,7 @@ class Scheduler:
         entry = plan.entries.pop(sequence.seq_id, None)
         if entry is not None:
             plan.budget += entry.num_tokens
+            sequence.num_unread_tokens -= entry.needs_logits
             del plan.copies[sequence.seq_id]
         self.running.remove(sequence)
         self.kv.release(sequence)
@@ -338,8 +362,10 @@ class Scheduler:
         plan.preempted.append(sequence.seq_id)
         bisect.insort(self.waiting, sequence, key=_order)
 
-    def _close(self, plan: _Plan) -> Step:
-        assert plan.entries, "nothing can run, yet something waits"
+    def _close(self, plan: _Plan) -> Step | None:
+        if not plan.entries:
+            assert self._in_flight, "nothing can run, yet something waits"
+            return None
         entries = sorted(plan.entries.values(), key=lambda entry: entry.num_tokens > 1)
         step = Step(
             step_id=self._counters.num_steps,

@@ -39,6 +39,8 @@ class Sequence:
         token_ids: Prompt tokens, then output tokens.
         num_computed_tokens: K and V of ``token_ids[:num_computed_tokens]`` are in the pool (or
             will be once the steps scheduled so far have run).
+        num_unread_tokens: Tokens that steps under way sample for it; they will follow ``token_ids``,
+            but only the device knows them yet.
         num_cached_tokens: How many of the prompt's tokens came from the prefix cache when it was
             first admitted (from a sibling's blocks for a fork).
         block_tables: One per KV group.
@@ -58,6 +60,7 @@ class Sequence:
     block_tables: tuple[BlockTable, ...]
     arrival: int = 0
     num_computed_tokens: int = 0
+    num_unread_tokens: int = 0
     num_cached_tokens: int = 0
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: FinishReason | None = None
@@ -70,6 +73,11 @@ class Sequence:
     def num_tokens(self) -> int:
         """Tokens known so far, prompt and output."""
         return len(self.token_ids)
+
+    @property
+    def num_tokens_ahead(self) -> int:
+        """Tokens known or sampled by steps under way: as many as the next step can compute."""
+        return len(self.token_ids) + self.num_unread_tokens
 
     @property
     def num_prompt_tokens(self) -> int:

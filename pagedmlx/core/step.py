@@ -16,13 +16,15 @@ class ScheduledSequence:
         sequence: Read only for the runner.
         start: Position of the first token to compute; K and V of [0, start) are in the pool.
         num_tokens: How many tokens are computed, at least 1.
-        needs_logits: The last of them is the sequence's last known token, so a new one is sampled.
+        needs_logits: The last of them is the sequence's last token, so a new one is sampled.
+        is_unread: That last token was sampled by the step before and is known to the device only.
     """
 
     sequence: Sequence
     start: int
     num_tokens: int
     needs_logits: bool
+    is_unread: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ def finish_compute(kv: KVManager, sequence: Sequence) -> None:
     num_tokens = sequence.num_tokens - sequence.num_computed_tokens
     assert kv.try_allocate(sequence, num_tokens) is not None
     sequence.num_computed_tokens = sequence.num_tokens
-    kv.end_pending(sequence)
+    kv.end_pending(sequence, sequence.num_tokens)
     kv.publish(sequence, sequence.num_tokens)
 
 
@@ -75,7 +75,7 @@ def test_a_block_is_found_only_after_its_step_has_completed() -> None:
     assert prefix.num_tokens == 0
     assert kv.is_pending(other, prefix)
     kv.publish(sequence, 8)
-    kv.end_pending(sequence)
+    kv.end_pending(sequence, sequence.num_tokens)
     prefix = kv.find_cached(other)
     assert prefix.num_tokens == 4
     assert not kv.is_pending(other, prefix)

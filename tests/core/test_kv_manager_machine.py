@@ -109,7 +109,7 @@ class KVManagerMachine(RuleBasedStateMachine):
         self.num_steps += 1
         self.ghost.execute(step)
         for entry, token in zip(entries, tokens, strict=False):
-            self.kv.end_pending(entry.sequence)
+            self.kv.end_pending(entry.sequence, entry.start + entry.num_tokens)
             self.kv.publish(entry.sequence, entry.start + entry.num_tokens)
             if entry.needs_logits:
                 entry.sequence.token_ids.append(token)

@@ -84,7 +84,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         # Each step makes a token or computes one that a preemption may void at most once a token.
         longest = max((s.num_prompt_tokens + s.request.max_output_tokens for s in alive), default=0)
         num_tokens = sum(s.request.max_output_tokens for s in alive)
-        self.driver.run(max_steps=1 + num_tokens * longest)
+        # Steps under way when nothing can be scheduled before them are updated one at a time.
+        depth = self.driver.depth
+        self.driver.run(max_steps=depth + (1 + depth) * (1 + num_tokens * longest))
         self.driver.check_outputs()
         self.driver.check_empty()
 

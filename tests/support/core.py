@@ -122,6 +122,8 @@ class GhostMemory:
 
     kv: KVManager
     slots: list[dict[int, int]] = field(init=False)
+    # Tokens that only the device knows, by sequence.
+    unread: dict[int, list[int]] = field(default_factory=dict)
     _interned: dict[tuple[object, int], int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -131,7 +133,8 @@ class GhostMemory:
         """The interned prefixes that end at positions 0 to ``count`` - 1."""
         found: list[int] = []
         parent: object = sequence.request.cache_salt
-        for token in sequence.token_ids[:count]:
+        tokens = [*sequence.token_ids, *self.unread.get(sequence.seq_id, ())]
+        for token in tokens[:count]:
             parent = self._interned.setdefault((parent, token), len(self._interned))
             found.append(parent)
         return found
@@ -191,11 +194,13 @@ class GhostMemory:
 
 @dataclass(repr=False)
 class Driver:
-    """Steps a scheduler the way an engine does."""
+    """Steps a scheduler the way an engine does: with ``depth`` steps scheduled ahead."""
 
     kv: KVManager
     config: EngineConfig
     stop_strings: bool = False
+    depth: int = 0
+    flying: list[tuple[Step, dict[int, int]]] = field(default_factory=list)
     scheduler: Scheduler = field(init=False)
     ghost: GhostMemory = field(init=False)
     steps: list[Step] = field(default_factory=list)
@@ -211,24 +216,47 @@ class Driver:
         return added
 
     def step(self, between: Callable[[Step], None] = lambda step: None) -> Step | None:
-        """Schedule, compute, call ``between``, update."""
+        """Schedule and compute a step, call ``between``, update the oldest under way.
+
+        Returns:
+            The step that was updated; None when there is nothing to do.
+        """
         step = self.scheduler.schedule()
         self.scheduler.check_integrity()
-        if step is None:
+        if step is not None:
+            self.check_step(step)
+            self.steps.append(step)
+            self.flying.append((step, self._compute(step)))
+        if not self.flying:
             return None
-        self.check_step(step)
-        self.steps.append(step)
+        between(self.flying[0][0])
+        if len(self.flying) > (self.depth if step is not None else 0):
+            self._update(*self.flying.pop(0))
+        return self.steps[-1]
+
+    def _compute(self, step: Step) -> dict[int, int]:
+        self.ghost.unread = {}
+        for _, tokens in self.flying:
+            for seq_id, token in tokens.items():
+                self.ghost.unread.setdefault(seq_id, []).append(token)
         batch = self.ghost.execute(step)
-        sampled = {
-            s.seq_id: next_token(s.request, s.index, s.token_ids) for s in batch.sample_sequences
+        unread = [entry.sequence for entry in step.scheduled if entry.is_unread]
+        assert list(batch.unread_sequences) == unread
+        before = self.flying[-1][1] if self.flying else {}
+        assert all(sequence.seq_id in before for sequence in unread)
+        return {
+            s.seq_id: next_token(
+                s.request, s.index, [*s.token_ids, *self.ghost.unread.get(s.seq_id, ())]
+            )
+            for s in batch.sample_sequences
         }
-        between(step)
+
+    def _update(self, step: Step, sampled: dict[int, int]) -> None:
         for sequence in self.scheduler.update(StepResult(step.step_id, sampled)):
             stopped = self.stop_strings and ends_with_stop_string(sequence.output_token_ids)
             if stopped and not sequence.is_finished:
                 self.scheduler.finish(sequence, FinishReason.STOP)
         self.scheduler.check_integrity()
-        return step
 
     def check_step(self, step: Step) -> None:
         """What holds for every step."""
@@ -247,8 +275,10 @@ class Driver:
             assert not sequence.is_finished
             assert 1 <= entry.num_tokens <= config.prefill_chunk_size
             end = entry.start + entry.num_tokens
-            assert sequence.num_computed_tokens == end <= sequence.num_tokens
-            assert entry.needs_logits == (end == sequence.num_tokens)
+            ahead = sequence.num_tokens_ahead - entry.needs_logits
+            assert sequence.num_computed_tokens == end <= ahead
+            assert entry.needs_logits == (end == ahead)
+            assert entry.is_unread == (end > sequence.num_tokens)
             for table in sequence.block_tables:
                 assert len(table) == -(-end // self.kv.block_size)
         for sequence in self.scheduler.waiting:
@@ -307,6 +337,7 @@ def make_driver(
     prefill_chunk_size: int = 64,
     max_overtakes: int = 64,
     max_num_waiting: int | None = None,
+    depth: int = 0,
 ) -> Driver:
     kv = make_kv(
         num_blocks,
@@ -324,4 +355,4 @@ def make_driver(
         max_overtakes=max_overtakes,
         max_num_waiting=max_num_waiting,
     )
-    return Driver(kv, config, stop_strings=stop_strings)
+    return Driver(kv, config, stop_strings=stop_strings, depth=depth)

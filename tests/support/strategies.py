@@ -62,4 +62,5 @@ def drivers(draw: st.DrawFn) -> Driver:
         max_num_batched_tokens=draw(st.sampled_from([64, 12, 8, 5, 3, 2, 1])),
         prefill_chunk_size=draw(st.sampled_from([64, 5, 4, 3, 2, 1])),
         max_overtakes=draw(st.sampled_from([64, 3, 1, 0])),
+        depth=draw(st.sampled_from([0, 1])),
     )
