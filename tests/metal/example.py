@@ -12,7 +12,6 @@ from tests.metal.execute import Output, execute
 from tests.metal.generated import generated_source
 from tests.metal.launcher import from_numpy
 
-
 FLOATS = Output((64,), np.dtype(np.float32))
 
 

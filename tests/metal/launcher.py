@@ -19,6 +19,22 @@ IN_PLACE = ("k_pool", "v_pool")
 """Inputs that kernels may store through."""
 
 
+class MetalSources:
+    """The exact sources that MLX would hand to Metal, each obtained once."""
+
+    def __init__(self) -> None:
+        self._sources: dict[tuple[object, ...], str] = {}
+
+    def of(self, launch: Launch) -> str:
+        """Source of a launch."""
+        # MLX declares small arrays and 0-dimensional ones differently.
+        forms = tuple((min(array.size, 8), array.ndim, array.dtype) for array in launch.inputs)
+        key = (launch.kernel.name, forms)
+        if key not in self._sources:
+            self._sources[key] = metal_source(launch)
+        return self._sources[key]
+
+
 def metal_source(launch: Launch) -> str:
     """The exact source that MLX would hand to Metal for a launch."""
     function = MLXLauncher(Platform.METAL).function(launch.kernel)
@@ -62,16 +78,13 @@ class FiberLauncher:
     change: Callable[[Kernel, str], str] | None = None
     in_place: Collection[str] = IN_PLACE
     executed: dict[str, int] = field(default_factory=dict)
-    _sources: dict[tuple[object, ...], str] = field(default_factory=dict)
+    _sources: MetalSources = field(default_factory=MetalSources)
 
     def __call__(self, launch: Launch) -> list[mx.array]:
         kernel = launch.kernel
-        # MLX declares small arrays and 0-dimensional ones differently.
-        forms = tuple((min(array.size, 8), array.ndim, array.dtype) for array in launch.inputs)
-        key = (kernel.name, forms)
-        if key not in self._sources:
-            source = metal_source(launch)
-            self._sources[key] = self.change(kernel, source) if self.change else source
+        source = self._sources.of(launch)
+        if self.change:
+            source = self.change(kernel, source)
         inputs = dict(zip(kernel.input_names, map(as_numpy, launch.inputs), strict=True))
         writes = kernel.output_names == ("written",)
         outputs = {
@@ -83,7 +96,7 @@ class FiberLauncher:
         self.seed += 1
         self.executed[kernel.name] = self.executed.get(kernel.name, 0) + 1
         results = execute(
-            self._sources[key],
+            source,
             inputs,
             outputs,
             (launch.num_threads, 1, 1),
@@ -104,3 +117,23 @@ def numpy_dtype(dtype: mx.Dtype) -> np.dtype:
     """numpy's type for an MLX type; uint16 for bfloat16."""
     name = "uint16" if dtype == mx.bfloat16 else str(dtype).rpartition(".")[2]
     return np.dtype(name)
+
+
+@dataclass
+class RecordingLauncher:
+    """Runs nothing: keeps each launch's Metal source, and returns zeros of the right shapes.
+
+    Attributes:
+        sources: The sources, each once.
+    """
+
+    sources: dict[str, Kernel] = field(default_factory=dict)
+    _made: MetalSources = field(default_factory=MetalSources)
+
+    def __call__(self, launch: Launch) -> list[mx.array]:
+        """See ``Launcher``."""
+        self.sources[self._made.of(launch)] = launch.kernel
+        return [
+            mx.zeros(shape, dtype)
+            for shape, dtype in zip(launch.output_shapes, launch.output_dtypes, strict=True)
+        ]

@@ -1,0 +1,146 @@
+"""The package's kernels: every variant under the strict check, a covering set of them executed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from pagedmlx.kv.layout import AxisOrder
+from pagedmlx.ops.base import AttentionParams
+from pagedmlx.ops.in_place import InPlaceWriter
+from pagedmlx.ops.kernels import KernelBackend
+from tests.metal.cases import FIRST, Variant, covering_variants, every_variant
+from tests.metal.check import check
+from tests.metal.launcher import FiberLauncher, RecordingLauncher
+from tests.metal.source import parse
+from tests.support.attention import make_case, to_numpy
+
+# Of the tolerance that the GPU is given: sums here are as exact as float32 is.
+MAX_DEVIATION = 0.25
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "executed" in metafunc.fixturenames:
+        full = metafunc.config.getoption("--metal-full")
+        variants = every_variant() if full else covering_variants()
+        metafunc.parametrize("executed", variants, ids=str)
+
+
+@pytest.mark.parametrize("head_dims", FIRST["head_dims"], ids=str)
+def test_every_variant_passes_the_strict_check(head_dims, count: Counter[str]):
+    recorder = RecordingLauncher()
+    variants = [variant for variant in every_variant() if variant.head_dims == head_dims]
+    for variant in variants:
+        case = variant.make_case(recorder)
+        case.attend(variant.backend(recorder), variant.params())
+    with ThreadPoolExecutor(2) as pool:
+        reports = list(pool.map(check, recorder.sources))
+    for report, kernel in zip(reports, recorder.sources.values(), strict=True):
+        assert not report.diagnostics, kernel.name
+        assert report.threadgroup_bytes == kernel.threadgroup_bytes, kernel.name
+    count["variants of attention checked"] += len(variants)
+    count["distinct sources checked"] += len(reports)
+
+
+def test_executed_variant_gives_the_answer(executed: Variant, count: Counter[str]):
+    launcher = FiberLauncher()
+    assert executed.deviation(launcher) < MAX_DEVIATION
+    count["variants of attention executed"] += 1
+    count["launches executed"] += sum(launcher.executed.values())
+
+
+SMALL = Variant(
+    dtype="float16",
+    head_dims=(64, 64),
+    block_size=8,
+    factor=2,
+    rows=1,
+    split=False,
+    num_kv_heads=2,
+    order=AxisOrder.HEAD_MAJOR,
+    window=None,
+    softcap=None,
+    sinks=True,
+)
+
+
+def test_both_forms_of_a_small_array_are_checked():
+    recorder = RecordingLauncher()
+    for factor in (2, 4):
+        variant = replace(SMALL, factor=factor)
+        variant.make_case(recorder).attend(variant.backend(recorder), variant.params())
+    spaces = {
+        buffer.space
+        for source in recorder.sources
+        for buffer in parse(source).buffers
+        if buffer.name == "sinks"
+    }
+    assert spaces == {"constant", "device"}
+    assert not any(check(source).errors for source in recorder.sources)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("split", [False, True])
+def test_order_of_threads_changes_no_bit(split, seed):
+    variant = replace(SMALL, split=split)
+    outputs = [
+        variant.make_case(launcher).attend(variant.backend(launcher), variant.params())
+        for launcher in (FiberLauncher(), FiberLauncher(seed=1000 * (seed + 1)))
+    ]
+    np.testing.assert_array_equal(*outputs)
+
+
+def test_chunks_that_depend_on_the_sequence_alone_give_the_answer():
+    launcher = FiberLauncher()
+    case = make_case(
+        [(299, 1), (20, 1)],
+        k_head_dim=64,
+        v_head_dim=64,
+        dtype="float32",
+        writer=InPlaceWriter(launcher),
+    )
+    case.check(KernelBackend(launcher, deterministic=True), AttentionParams(scale=0.125))
+    assert any("merge" in name for name in launcher.executed)
+
+
+@pytest.mark.parametrize("order", AxisOrder)
+@pytest.mark.parametrize("window", [None, 20])
+def test_prefill_beside_decode(window, order):
+    launcher = FiberLauncher()
+    case = make_case(
+        [(40, 1), (7, 3), (16, 20)],
+        block_size=16,
+        factor=2,
+        k_head_dim=64,
+        v_head_dim=96,
+        dtype="float32",
+        order=order,
+        writer=InPlaceWriter(launcher),
+    )
+    case.check(KernelBackend(launcher), AttentionParams(scale=0.125, window=window))
+    assert any("gather" in name for name in launcher.executed)
+
+
+@pytest.mark.parametrize("order", AxisOrder)
+def test_copied_blocks_hold_what_their_source_held(order):
+    launcher = FiberLauncher()
+    case = make_case(
+        [(40, 1)], k_head_dim=64, v_head_dim=80, dtype="bfloat16", order=order,
+        writer=InPlaceWriter(launcher),
+    )  # fmt: skip
+    table = case.batch.host.groups[0].block_tables[0]
+    free = sorted(set(range(case.store.num_blocks[0])) - set(table.tolist()))
+    source, target = np.array([table[0]], np.int32), np.array([free[0]], np.int32)
+    case.store.copy_blocks(0, source, target)
+    case.store.commit()
+    pool, _ = case.store.bind(0)
+    for array in (pool.keys, pool.values):
+        np.testing.assert_array_equal(
+            to_numpy(array[mx.array(target)]), to_numpy(array[mx.array(source)])
+        )
+    assert any("copy_blocks" in name for name in launcher.executed)
