@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -50,9 +50,9 @@ class BatchArrays:
         context_lens: (S,) int32; tokens whose K and V are in the pool once this step has written.
         sample_rows: (R,) int32; the rows whose logits are needed.
         sample_sequences: The R sequences that they belong to.
+        groups: One entry for each KV group.
         unread_rows: (P,) int32; the rows whose token is not known here, and 0 in ``token_ids``.
         unread_sequences: The P sequences for which the step before sampled those tokens.
-        groups: One entry for each KV group.
     """
 
     sequences: tuple[Sequence, ...]
@@ -63,9 +63,9 @@ class BatchArrays:
     context_lens: Int32Array
     sample_rows: Int32Array
     sample_sequences: tuple[Sequence, ...]
-    unread_rows: Int32Array
-    unread_sequences: tuple[Sequence, ...]
     groups: tuple[GroupArrays, ...]
+    unread_rows: Int32Array = field(default_factory=lambda: np.empty(0, dtype=np.int32))
+    unread_sequences: tuple[Sequence, ...] = ()
 
     @property
     def num_rows(self) -> int:
@@ -106,11 +106,11 @@ def build_batch(step: Step, block_size: int) -> BatchArrays:
         context_lens=starts + counts,
         sample_rows=query_start_loc[1:][sampling] - 1,
         sample_sequences=tuple(entries[index].sequence for index in sampling),
-        unread_rows=query_start_loc[1:][unread] - 1,
-        unread_sequences=tuple(entries[index].sequence for index in unread),
         groups=tuple(
             _build_group(step, group, block_size, positions, owners) for group in range(num_groups)
         ),
+        unread_rows=query_start_loc[1:][unread] - 1,
+        unread_sequences=tuple(entries[index].sequence for index in unread),
     )
 
 

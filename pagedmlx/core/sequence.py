@@ -39,8 +39,8 @@ class Sequence:
         token_ids: Prompt tokens, then output tokens.
         num_computed_tokens: K and V of ``token_ids[:num_computed_tokens]`` are in the pool (or
             will be once the steps scheduled so far have run).
-        num_unread_tokens: Tokens that steps under way sample for it; they will follow ``token_ids``,
-            but only the device knows them yet.
+        num_unread_tokens: Tokens that steps under way sample for it; they will follow
+            ``token_ids``, but only the device knows them yet.
         num_cached_tokens: How many of the prompt's tokens came from the prefix cache when it was
             first admitted (from a sibling's blocks for a fork).
         block_tables: One per KV group.
