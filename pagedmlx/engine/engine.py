@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -26,10 +27,20 @@ INVALID_TOKEN = -1
 
 
 class Runner(Protocol):
-    """Carries out steps; the real one is ``ModelRunner``."""
+    """Carries out steps in order; the real one is ``ModelRunner``.
 
-    def run(self, step: Step) -> StepResult:
-        """Compute a step and return the sampled tokens."""
+    Attributes:
+        depth: How many steps may be under way when another one is dispatched.
+    """
+
+    depth: int
+
+    def dispatch(self, step: Step) -> None:
+        """Start a step behind those under way; unread tokens are known on the device."""
+        ...
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest step under way and return its tokens."""
         ...
 
     def close(self) -> None:
@@ -97,6 +108,7 @@ class Engine:
         self._pool_bytes = pool_bytes
         self._clock = clock
         self._live: dict[str, _Live] = {}
+        self._under_way: deque[Step] = deque()
         self._random = random.Random(config.seed)
 
     def prepare(self, job: Job) -> PreparedJob:
@@ -147,20 +159,34 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether any request is in flight."""
-        return self._scheduler.has_unfinished
+        """Whether any request is in flight, or a step is still under way."""
+        return self._scheduler.has_unfinished or bool(self._under_way)
 
     def step(self) -> list[OutputEvent]:
-        """Run one step; returns what it added to the outputs, nothing when idle."""
+        """Start a step and take in the oldest one under way, if that is not to be this one.
+
+        Returns:
+            What the step that was taken in added to the outputs.
+        """
         step = self._scheduler.schedule()
-        if step is None:
-            return []
+        if step is not None:
+            self._dispatch(step)
+        if len(self._under_way) > (0 if step is None else self._runner.depth):
+            return self._collect()
+        return []
+
+    def _dispatch(self, step: Step) -> None:
         now = self._clock()
         for entry in step.scheduled:
             live = self._live[entry.sequence.request.request_id]
             if live.scheduled_s is None:
                 live.scheduled_s = now
-        result = self._runner.run(step)
+        self._runner.dispatch(step)
+        self._under_way.append(step)
+
+    def _collect(self) -> list[OutputEvent]:
+        step = self._under_way.popleft()
+        result = self._runner.collect()
         events = self._fail_invalid(step, result)
         for sequence in self._scheduler.update(result):
             events.append(self._advance(sequence))
@@ -191,7 +217,8 @@ class Engine:
         events: list[OutputEvent] = []
         for entry in step.scheduled:
             sequence = entry.sequence
-            if result.sampled.get(sequence.seq_id) == INVALID_TOKEN:
+            is_invalid = result.sampled.get(sequence.seq_id) == INVALID_TOKEN
+            if is_invalid and not sequence.is_finished:
                 error = RequestFailedError(
                     f"request {sequence.request.request_id}: the model's logits are not finite",
                     hint="the weights are damaged or their type is too narrow; try float32",

@@ -1,61 +1,109 @@
-"""ModelRunner: carries out one Step on the device and brings the sampled tokens back."""
+"""ModelRunner: carries out steps on the device and brings the sampled tokens back."""
 
 from __future__ import annotations
 
 import gc
+from collections import deque
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import numpy as np
 
-from pagedmlx.core.batch import build_batch
+from pagedmlx.core.batch import BatchArrays, build_batch
 from pagedmlx.core.step import Step, StepResult
 from pagedmlx.kv.store import KVStore
 from pagedmlx.models.adapter import ModelAdapter
-from pagedmlx.ops.base import upload
+from pagedmlx.ops.base import PagedBatch, upload
 from pagedmlx.sampling.sampler import Sampler, SampleRow
+
+
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    """A step that the device may still be busy with.
+
+    Attributes:
+        step_id: The step's.
+        places: Sequence id to its place in ``tokens``.
+        tokens: (R,) int32, not waited for.
+    """
+
+    step_id: int
+    places: dict[int, int]
+    tokens: mx.array
 
 
 class ModelRunner:
     """Copies blocks, runs the model over all rows of a step, samples.
 
+    Where the pool is updated in place, the next step starts before this one's tokens are read:
+    they go to it on the device, so that the device never waits for Python.
+
     Args:
         adapter: The model.
         store: The pool's arrays.
         sampler: Chooses tokens.
+
+    Attributes:
+        depth: How many steps may be under way when another one is dispatched.
     """
 
     def __init__(self, adapter: ModelAdapter, store: KVStore, sampler: Sampler) -> None:
         self._adapter = adapter
         self._store = store
         self._sampler = sampler
+        self._under_way: deque[_UnderWay] = deque()
+        self.depth = 1 if store.updates_in_place else 0
 
-    def run(self, step: Step) -> StepResult:
-        """Compute a step and wait for it.
-
-        Returns:
-            The new tokens; ``INVALID_TOKEN`` where a row's logits were not finite.
-        """
+    def dispatch(self, step: Step) -> None:
+        """Start a step; where the pool is updated functionally, it is done on return."""
         host = build_batch(step, self._store.layout.block_size)
         for group, arrays in enumerate(host.groups):
             self._store.check(group, arrays)
             self._store.copy_blocks(group, arrays.copy_src, arrays.copy_dst)
-        logits = self._adapter.forward(upload(host), self._store)
+        logits = self._adapter.forward(self._upload(host), self._store)
         rows = [
-            SampleRow(s.request.params, s.request.seed, s.index, s.num_tokens)
-            for s in host.sample_sequences
+            SampleRow(s.request.params, s.request.seed, s.index, position=int(position))
+            for s, position in zip(
+                host.sample_sequences, host.positions[host.sample_rows] + 1, strict=True
+            )
         ]
-        if not rows:
-            self._store.commit(logits)
-            return StepResult(step.step_id, {})
-        tokens = self._sampler.sample(logits, rows)
-        self._store.commit(tokens)
-        sampled = np.array(tokens).tolist()
-        ids = (sequence.seq_id for sequence in host.sample_sequences)
-        return StepResult(step.step_id, dict(zip(ids, sampled, strict=True)))
+        tokens = self._sampler.sample(logits, rows) if rows else mx.zeros(0, mx.int32)
+        self._store.submit(tokens)
+        places = {s.seq_id: place for place, s in enumerate(host.sample_sequences)}
+        self._under_way.append(_UnderWay(step.step_id, places, tokens))
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest step under way.
+
+        Returns:
+            The new tokens; ``INVALID_TOKEN`` where a row's logits were not finite.
+        """
+        done = self._under_way.popleft()
+        tokens = np.array(done.tokens).tolist()
+        sampled = {seq_id: tokens[place] for seq_id, place in done.places.items()}
+        return StepResult(done.step_id, sampled)
+
+    def _upload(self, host: BatchArrays) -> PagedBatch:
+        """Put a batch on the device, with the tokens that only the device knows."""
+        batch = upload(host)
+        if not host.unread_sequences:
+            return batch
+        before = self._under_way[-1]
+        places = [before.places[sequence.seq_id] for sequence in host.unread_sequences]
+        # A row whose logits were not finite ends with this step; any token will do.
+        tokens = mx.maximum(before.tokens, 0)
+        if places != list(range(len(before.places))):
+            tokens = tokens[mx.array(places)]
+        if len(places) < host.num_rows:
+            known = batch.token_ids
+            known[mx.array(host.unread_rows)] = tokens
+            tokens = known
+        return replace(batch, token_ids=tokens)
 
     def close(self) -> None:
         """Drop model and pool and give their memory back; the runner can't be used any more."""
         self._adapter.close()
+        self._under_way.clear()
         del self._adapter, self._store
         release_mlx()
 

@@ -27,6 +27,8 @@ from pagedmlx.errors import (
 )
 from tests.support.engines import FakeRunner, assert_idle, make_engine, run_job
 
+pytestmark = pytest.mark.usefixtures("depth")
+
 WAIT_S = 20.0
 
 

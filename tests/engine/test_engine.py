@@ -26,6 +26,8 @@ from tests.support.engines import (
 )
 from tests.support.tokenizers import byte_ids, byte_tokenizer
 
+pytestmark = pytest.mark.usefixtures("depth")
+
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 
 
@@ -268,6 +270,7 @@ def test_a_detokenizer_that_fails_does_not_hinder_an_abort(monkeypatch: pytest.M
     monkeypatch.setattr(Detokenizer, "finish", lambda self: 1 / 0)
     (event,) = engine.abort("a")
     assert event.finish_reason == "error"
+    assert events_of(engine) == []
     assert_idle(engine)
 
 

@@ -15,7 +15,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models import base, llama
 
 from pagedmlx import LLM, SamplingParams
-from pagedmlx.core.step import Step, StepResult
+from pagedmlx.core.step import Step
 from pagedmlx.engine.runner import ModelRunner
 from pagedmlx.errors import EngineDeadError, InvalidRequestError, UnsupportedModelError
 from pagedmlx.models import probe
@@ -191,14 +191,14 @@ def test_a_loop_that_failed_gives_the_memory_back(
     folder: Path, active_before: int, monkeypatch: pytest.MonkeyPatch
 ):
     llm = LLM(str(folder), num_blocks=4096)
-    run = ModelRunner.run
+    dispatch = ModelRunner.dispatch
 
-    def fail_late(self: ModelRunner, step: Step) -> StepResult:
+    def fail_late(self: ModelRunner, step: Step) -> None:
         if step.step_id == 5:
             raise RuntimeError("the device is gone")
-        return run(self, step)
+        dispatch(self, step)
 
-    monkeypatch.setattr(ModelRunner, "run", fail_late)
+    monkeypatch.setattr(ModelRunner, "dispatch", fail_late)
     with pytest.raises(EngineDeadError) as caught:
         llm.generate(PROMPTS, GREEDY)
     llm.close()

@@ -13,6 +13,8 @@ from pagedmlx.engine.outputs import Job, OutputCollector
 from pagedmlx.errors import PoolTooSmallError, QueueFullError
 from tests.support.engines import FakeRunner, assert_idle, hashed_letter, make_engine, run_job
 
+pytestmark = pytest.mark.usefixtures("depth")
+
 
 def random_engine(rng: random.Random) -> Engine:
     fault_rate = rng.choice((0.0, 0.0, 0.01))

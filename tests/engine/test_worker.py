@@ -27,6 +27,8 @@ from pagedmlx.errors import (
 )
 from tests.support.engines import FakeRunner, assert_idle, make_engine
 
+pytestmark = pytest.mark.usefixtures("depth")
+
 WAIT_S = 20.0
 Start = Callable[..., EngineWorker]
 

@@ -47,16 +47,25 @@ def spelled(text: str | bytes, *, then: int = EOS) -> Choose:
 class FakeRunner:
     """Computes nothing: ``choose`` names the token of each sequence that samples."""
 
+    depth = 0
+
     def __init__(self, choose: Choose = hashed_letter, before_step: BeforeStep | None = None):
         self.choose = choose
         self.before_step = before_step
         self.num_closes = 0
         self.scheduled: set[str] = set()
+        self.under_way: list[Step] = []
 
-    def run(self, step: Step) -> StepResult:
+    def dispatch(self, step: Step) -> None:
+        assert len(self.under_way) <= self.depth
+        self.under_way.append(step)
         if self.before_step is not None:
             self.before_step(step)
         self.scheduled |= {entry.sequence.request.request_id for entry in step.scheduled}
+
+    def collect(self) -> StepResult:
+        # The tokens before it have been read by now, so they need not be kept here.
+        step = self.under_way.pop(0)
         sampling = [entry.sequence for entry in step.scheduled if entry.needs_logits]
         return StepResult(step.step_id, {each.seq_id: self.choose(each) for each in sampling})
 
