@@ -60,6 +60,11 @@ class KVStore:
         mx.eval(*self._arrays())
         mx.synchronize()
 
+    @property
+    def updates_in_place(self) -> bool:
+        """Whether a step may be submitted while the one before is still under way."""
+        return self._token is not None
+
     def write(self, layer: int, keys: mx.array, values: mx.array, slots: mx.array) -> None:
         """Store one K and one V row per token; reads that are asked for later see them.
 
