@@ -79,7 +79,7 @@ class Variant:
         return KernelBackend(launcher, _SPLIT_WAVE if self.split else _WHOLE_WAVE)
 
     def deviation(self, launcher: Launcher, seed: int = 0) -> float:
-        """Largest error against float64, in units of the type's tolerance; NaN counts as infinite."""
+        """Largest error against float64, in units of the type's tolerance; infinite for NaN."""
         case, params = self.make_case(launcher, seed), self.params()
         output, expected = case.attend(self.backend(launcher), params), case.expected(params)
         error = np.abs(output - expected) / (TOLERANCES[self.dtype] * (1 + np.abs(expected)))

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from tests.metal.clang import run_clang
+from tests.metal.clang import run_clang, shim_flags
 from tests.metal.source import Kernel, parse, translate
 
 MAX_BUFFERS = 31
@@ -19,7 +19,7 @@ MAX_THREADGROUP_BYTES = 32 << 10
 MAX_SOURCE_BYTES = 16 << 10  # MLX hashes the text at every call
 
 _FLAGS = [
-    "-std=c++14", "-fsyntax-only", "-DSTRICT", "-ferror-limit=30", "-fno-color-diagnostics",
+    "-std=c++14", "-DSTRICT", "-ferror-limit=30", "-fno-color-diagnostics",
     "-fno-caret-diagnostics", "-Wno-everything", "-Wimplicit-float-conversion",
     "-Wc++17-extensions", "-Wdeprecated-declarations", "-Wuninitialized", "-Wunused-value",
     "-Werror=c++11-narrowing", "-Werror=return-type", "-Xclang", "-cl-single-precision-constant",
@@ -68,7 +68,6 @@ def check(text: str, max_source_bytes: int = MAX_SOURCE_BYTES) -> Report:
     kernel = parse(text)
     program = "\n".join(
         (
-            '#include "simd.h"',
             "template <size_t BYTES> [[deprecated]] inline void msl_measure() {}",
             '#line 1 "kernel"',
             translate(kernel),
@@ -76,7 +75,7 @@ def check(text: str, max_source_bytes: int = MAX_SOURCE_BYTES) -> Report:
             f"auto* msl_instance = &{kernel.instance};",
         )
     )
-    flags = list(_FLAGS)
+    flags = [*shim_flags(*_FLAGS), "-fsyntax-only"]
     if _POINTER_CAST.search(text):
         # The syntax tree says which casts cross; it takes as long as the rest.
         flags += ["-Xclang", "-ast-dump", "-Xclang", f"-ast-dump-filter={kernel.name}"]

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.metal.clang import SHIM, cached_path, link_shared, run_clang
+from tests.metal.clang import SHIM, cached_path, link_shared, run_clang, shim_flags
 from tests.metal.source import ITEM_BYTES, Kernel, parse, translate
 
-_COMMON = ["-std=c++17", "-fPIC", "-fno-exceptions", "-w", "-c", "-fno-color-diagnostics"]
+_COMMON = ["-std=c++17", "-fPIC", "-fno-exceptions", "-w", "-fno-color-diagnostics"]
 _CHECKED = [
     *_COMMON, "-O1", "-fsanitize=thread",
     "-fsanitize=array-bounds,alignment,shift,integer-divide-by-zero,signed-integer-overflow",
@@ -219,7 +219,6 @@ class _Memory:
 def _load(kernel: Kernel) -> ctypes.CDLL:
     program = "\n".join(
         (
-            '#include "simd.h"',
             "template <size_t BYTES> inline void msl_measure() {}",
             '#line 1 "kernel"',
             translate(kernel),
@@ -232,8 +231,8 @@ def _load(kernel: Kernel) -> ctypes.CDLL:
         code = path.with_name(f"{path.stem}-{os.getpid()}.o")
         runtime = cached_path("-runtime.o")
         if not runtime.exists():
-            _compile((SHIM / "runtime.cpp").read_text(), runtime, [*_COMMON, "-O2"])
-        _compile(program, code, _CHECKED)
+            _compile((SHIM / "runtime.cpp").read_text(), runtime, [*_COMMON, "-O2", "-c"])
+        _compile(program, code, [*shim_flags(*_CHECKED), "-c"])
         built = code.with_suffix(".so")
         link_shared([code, runtime], built)
         built.replace(path)
