@@ -26,12 +26,14 @@ class Chunk:
 
     Attributes:
         plan: What to gather, as ``gather.metal`` reads it.
+        num_rows: L, its rows.
         num_tokens: N, the tokens that any of its rows sees.
         seen: (L, N) booleans.
         mask: ``seen`` in the cheapest form that MLX's attention takes.
     """
 
     plan: mx.array
+    num_rows: int
     num_tokens: int
     seen: mx.array
     mask: mx.array | str
@@ -59,7 +61,7 @@ def plan_chunk(
     plan[_HEADER + 2 :] = np.where(table == NO_BLOCK, 0, table)
     seen = visible(mx.arange(first, end), mx.arange(low, end), window)
     mask = "causal" if window is None or end <= window else seen
-    return Chunk(mx.array(plan), end - low, seen, mask)
+    return Chunk(mx.array(plan), end - first, end - low, seen, mask)
 
 
 def attend_chunk(

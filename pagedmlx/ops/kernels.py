@@ -1,6 +1,7 @@
 """KernelBackend: attention straight over the blocks, by the kernels in ``metal/``.
 
-Sequences with few rows go through the decode kernel, prefill chunks through ``chunks``.
+Sequences with few rows go through the decode kernel, prefill chunks through ``prefill`` or, where
+that isn't faster, through ``chunks``.
 """
 
 from __future__ import annotations
@@ -17,6 +18,15 @@ from pagedmlx.ops.base import AttentionParams, PagedBatch
 from pagedmlx.ops.chunks import Chunk, attend_chunk, plan_chunk
 from pagedmlx.ops.in_place import dtype_name, pool_shape
 from pagedmlx.ops.launch import SIMD_WIDTH, Launch, Launcher
+from pagedmlx.ops.prefill import (
+    Prefill,
+    PrefillPath,
+    PrefillVariant,
+    attend_prefill,
+    plan_prefill,
+    prefill_variant,
+    takes_kernel,
+)
 from pagedmlx.ops.variants import MAX_ROWS, DecodeVariant, MergeVariant, PoolShape
 from pagedmlx.ops.worklist import choose_chunk, fixed_chunks, make_work_list
 
@@ -37,16 +47,23 @@ class KernelBackend:
             many run.
         deterministic: Cut each sequence by its own length alone, so that its neighbours change
             nothing in its result.
+        prefill: Who attends prefill chunks; also forced, it is the gather where the kernel can't.
     """
 
     name = "kernels"
 
     def __init__(
-        self, launcher: Launcher, wave: int = DEFAULT_WAVE, deterministic: bool = False
+        self,
+        launcher: Launcher,
+        wave: int = DEFAULT_WAVE,
+        deterministic: bool = False,
+        prefill: PrefillPath | str = PrefillPath.AUTO,
     ) -> None:
         self._launch = launcher
         self._wave = wave
         self._deterministic = deterministic
+        self._prefill = PrefillPath(prefill)
+        self._prefills: dict[DecodeVariant, PrefillVariant] = {}
         self._batch: PagedBatch | None = None
         self._plans: dict[tuple[int, AttentionParams | None, object], _Plan] = {}
 
@@ -68,6 +85,8 @@ class KernelBackend:
             rows = queries if len(plan.parts) == 1 else queries[part.rows]
             if isinstance(part.work, Chunk):
                 parts.append(attend_chunk(self._launch, rows, layer, store, part.work, params))
+            elif isinstance(part.work, Prefill):
+                parts.append(attend_prefill(self._launch, rows, layer, store, part.work, params))
             else:
                 parts.append(self._decode(rows, layer, store, part.work, params))
         output = parts[0] if len(parts) == 1 else mx.concatenate(parts)
@@ -110,26 +129,24 @@ class KernelBackend:
         few = np.flatnonzero((counts > 1) & (counts <= MAX_ROWS))
         many = np.flatnonzero(counts > MAX_ROWS)
         parts: list[_Part] = []
-        order: list[npt.NDArray[np.int32]] = []
-        row = 0
 
-        def add(sequences: npt.NDArray[np.intp], work: _Decode | Chunk) -> None:
-            nonlocal row
-            rows = [np.arange(*host.query_start_loc[s : s + 2]) for s in sequences]
-            order.extend(rows)
-            count = sum(map(len, rows))
-            parts.append(_Part(slice(row, row + count), work))
-            row += count
+        def add(work: _Decode | Prefill | Chunk) -> None:
+            row = parts[-1].rows.stop if parts else 0
+            parts.append(_Part(slice(row, row + work.num_rows), work))
 
         for sequences in (single, few):
             if len(sequences):
-                add(sequences, self._plan_decode(host, sequences, group, window, base))
-        for sequence in many:
-            add(
-                np.array([sequence]),
-                plan_chunk(host, int(sequence), group, window, base.pool.block_size),
-            )
-        flat = np.concatenate(order)
+                add(self._plan_decode(host, sequences, group, window, base))
+        variant = self._prefills.setdefault(base, prefill_variant(base))
+        if takes_kernel(self._prefill, variant, self._launch.platform):
+            if len(many):
+                for launch in plan_prefill(host, many, group, window, variant):
+                    add(launch)
+        else:
+            for sequence in many:
+                add(plan_chunk(host, int(sequence), group, window, base.pool.block_size))
+        sequences = np.concatenate([single, few, many])
+        flat = np.concatenate([np.arange(*host.query_start_loc[s : s + 2]) for s in sequences])
         if np.array_equal(flat, np.arange(len(flat))):
             return _Plan(tuple(parts), None, None)
         return _Plan(tuple(parts), mx.array(flat), mx.array(np.argsort(flat)))
@@ -230,7 +247,7 @@ class _Part:
     """Rows of the plan's order, and how they are attended."""
 
     rows: slice
-    work: _Decode | Chunk
+    work: _Decode | Prefill | Chunk
 
 
 @dataclass(frozen=True, slots=True)

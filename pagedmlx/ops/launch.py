@@ -34,6 +34,7 @@ class Kernel:
         input_names: What the body calls its inputs.
         output_names: What it calls its outputs.
         threadgroup_bytes: Threadgroup memory that it takes.
+        cuda_headers: Files that say in CUDA what only this text uses of Metal.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Kernel:
     input_names: tuple[str, ...]
     output_names: tuple[str, ...]
     threadgroup_bytes: int = 0
+    cuda_headers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         assert self.threadgroup_bytes <= MAX_THREADGROUP_BYTES, self.name
@@ -68,7 +70,13 @@ class Launch:
 
 
 class Launcher(Protocol):
-    """Runs kernels."""
+    """Runs kernels.
+
+    Attributes:
+        platform: Whose.
+    """
+
+    platform: Platform
 
     def __call__(self, launch: Launch) -> list[mx.array]:
         """The outputs, in the order of their names; lazy."""
@@ -108,12 +116,15 @@ class MLXLauncher:
 
     def function(self, kernel: Kernel) -> Any:
         """MLX's function for a kernel, made once."""
+        header = self._header
+        if self.platform is Platform.CUDA:
+            header += "".join(map(read_source, kernel.cuda_headers))
         function = self._compile(
             name=kernel.name,
             input_names=list(kernel.input_names),
             output_names=list(kernel.output_names),
             source=kernel.source,
-            header=self._header,
+            header=header,
         )
         self._functions[kernel.name] = function
         return function

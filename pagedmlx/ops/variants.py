@@ -17,8 +17,8 @@ MAX_ROWS = 8
 """Most rows of a sequence that the decode kernel takes."""
 COPY_THREADS = 256
 
-_LOG2_E = math.log2(math.e)
-_TYPES = {"float16": "half", "bfloat16": "bfloat16_t", "float32": "float"}
+LOG2_E = math.log2(math.e)
+TYPE_NAMES = {"float16": "half", "bfloat16": "bfloat16_t", "float32": "float"}
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class PoolShape:
     def constants(self) -> dict[str, int | str]:
         """What the texts call these."""
         return {
-            "KT": _TYPES[self.dtype],
+            "KT": TYPE_NAMES[self.dtype],
             "H": self.num_kv_heads,
             "DK": self.k_head_dim,
             "DV": self.v_head_dim,
@@ -68,9 +68,9 @@ class WriteVariant:
     @cached_property
     def kernel(self) -> Kernel:
         """The text with these constants."""
-        return _kernel(
+        return make_kernel(
             "write",
-            {"T": _TYPES[self.dtype]} | self.pool.constants(),
+            {"T": TYPE_NAMES[self.dtype]} | self.pool.constants(),
             ("keys", "values", "k_pool", "v_pool", "slots", "token"),
             ("written",),
         )
@@ -87,10 +87,10 @@ class CopyVariant:
         """The text with these constants."""
         pool = self.pool
         rows = pool.num_kv_heads * pool.block_size
-        return _kernel(
+        return make_kernel(
             "copy_blocks",
             {
-                "KT": _TYPES[pool.dtype],
+                "KT": TYPE_NAMES[pool.dtype],
                 "K_BLOCK": rows * pool.k_head_dim,
                 "V_BLOCK": rows * pool.v_head_dim,
                 "COPY_THREADS": COPY_THREADS,
@@ -110,7 +110,7 @@ class GatherVariant:
     def kernel(self) -> Kernel:
         """The text with these constants."""
         inputs = ("k_pool", "v_pool", "plan", "token")
-        return _kernel("gather", self.pool.constants(), inputs, ("keys", "values"))
+        return make_kernel("gather", self.pool.constants(), inputs, ("keys", "values"))
 
 
 @dataclass(frozen=True)
@@ -174,10 +174,10 @@ class DecodeVariant:
     @cached_property
     def kernel(self) -> Kernel:
         """The text with these constants."""
-        scale = self.scale * _LOG2_E if self.softcap is None else self.scale / self.softcap
+        scale = self.scale * LOG2_E if self.softcap is None else self.scale / self.softcap
         sinks = self.sinks and not self.split
         constants = self.pool.constants() | {
-            "T": _TYPES[self.dtype],
+            "T": TYPE_NAMES[self.dtype],
             "FACTOR": self.factor,
             "ROWS": self.rows,
             "GH": self.heads_per_group,
@@ -190,9 +190,9 @@ class DecodeVariant:
             "HAS_SINKS": int(sinks),
             "HAS_SOFTCAP": int(self.softcap is not None),
             "QUERY_SCALE": scale,
-            "SOFTCAP": (self.softcap or 0.0) * _LOG2_E,
+            "SOFTCAP": (self.softcap or 0.0) * LOG2_E,
         }
-        return _kernel(
+        return make_kernel(
             "decode",
             constants,
             ("queries", "k_pool", "v_pool", "plan", *(("sinks",) if sinks else ()), "token"),
@@ -221,7 +221,7 @@ class MergeVariant:
         """The text with these constants."""
         decode = self.decode
         constants = {
-            "T": _TYPES[decode.dtype],
+            "T": TYPE_NAMES[decode.dtype],
             "H": decode.pool.num_kv_heads,
             "FACTOR": decode.factor,
             "DV": decode.pool.v_head_dim,
@@ -229,7 +229,7 @@ class MergeVariant:
             "SIMDGROUPS": self.num_simdgroups,
             "HAS_SINKS": int(decode.sinks),
         }
-        return _kernel(
+        return make_kernel(
             "merge",
             constants,
             ("partials", "stats", "plan", *(("sinks",) if decode.sinks else ())),
@@ -248,13 +248,22 @@ def _per_lane(head_dim: int) -> int:
     return width * -(-head_dim // (SIMD_WIDTH * width))
 
 
-def _kernel(
+def make_kernel(
     body: str,
     constants: Mapping[str, int | float | str],
     input_names: tuple[str, ...],
     output_names: tuple[str, ...],
     threadgroup_bytes: int = 0,
 ) -> Kernel:
+    """A file of the kernels' folder as a kernel, its constants written before it.
+
+    Args:
+        body: The file's name without its suffix.
+        constants: Numbers and, as strings, types by what the text calls them.
+        input_names: As in ``Kernel``.
+        output_names: Likewise.
+        threadgroup_bytes: Likewise.
+    """
     # Plain definitions, and no template arguments: those MLX would put together at every call.
     lines = [_definition(name, value) for name, value in constants.items()]
     values = "_".join(str(value) for value in constants.values())

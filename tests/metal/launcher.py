@@ -77,6 +77,7 @@ class FiberLauncher:
     seed: int = 0
     change: Callable[[Kernel, str], str] | None = None
     in_place: Collection[str] = IN_PLACE
+    platform: Platform = Platform.METAL
     executed: dict[str, int] = field(default_factory=dict)
     _sources: MetalSources = field(default_factory=MetalSources)
 
@@ -128,6 +129,7 @@ class RecordingLauncher:
     """
 
     sources: dict[str, Kernel] = field(default_factory=dict)
+    platform: Platform = Platform.METAL
     _made: MetalSources = field(default_factory=MetalSources)
 
     def __call__(self, launch: Launch) -> list[mx.array]:

@@ -1,0 +1,193 @@
+// Attention of sequences with many rows, straight over their blocks, by 8 x 8 matrices.
+//
+// The FACTOR query heads that share a KV head go together: vector i of a piece is query head
+// i % FACTOR of its row i / FACTOR. A threadgroup takes 8 * SIMDGROUPS vectors of one KV head and
+// walks the tokens that any of them sees, KEYS at a time.
+//
+// Inputs   queries  (T, H * FACTOR, DK) of T
+//          k_pool   (blocks, H, BS, DK) of KT, or (blocks, BS, H, DK) where SLOT_MAJOR
+//          v_pool   likewise with DV
+//          plan     int32, at least 8 elements: [0] number of work items, [1] window (a query at p
+//                   sees (p - window, p]); from [8] the items, 8 elements each:
+//                   [0] first row in queries of the item's piece, rows of one sequence in a run,
+//                   [1] the piece's rows, [2] one past the position of its last row,
+//                   [3] where in plan the sequence's block table begins, [4] the item's first vector
+//          sinks    (H * FACTOR,) of any type, where HAS_SINKS
+//          token    the newest token
+// Outputs  out      (T, H * FACTOR, DV) of T
+// Grid     items * H threadgroups of SIMDGROUPS * 32 threads
+// Threadgroup memory: KEYS rows of K and of V, each with PAD more vectors of W elements.
+// Work of a threadgroup: 8 * SIMDGROUPS vectors times the tokens that they see. The host bounds the
+// sum over a launch.
+// Numerics: products and sums in float32; softmax online, in powers of 2. Masked scores never meet
+// an infinity, and K and V of tokens that no row sees count as 0, whatever their slots hold.
+// Constants: T, KT (types); H, FACTOR, DK, DV, BS, SLOT_MAJOR, SIMDGROUPS, KEYS, W (width of a load;
+// DK and DV are multiples of 8 * W), PAD, HAS_SINKS, HAS_SOFTCAP, QUERY_SCALE (scale * log2(e), or
+// scale / softcap), SOFTCAP (softcap * log2(e)).
+
+// A row of K or V is cut in spans of 8 loads. Column c of an 8 x 8 matrix stands for load c of a
+// span, and the matrices of a span for the elements of its loads: a product doesn't care about the
+// order of d, and so each lane reads what it needs of a span in whole loads.
+constexpr int K_SPANS = DK / (8 * W);
+constexpr int V_SPANS = DV / (8 * W);
+constexpr int KEY_TILES = KEYS / 8;
+constexpr int LOADS = (DK > DV ? DK : DV) / W;
+
+const int thread_id = int(thread_index_in_threadgroup);
+const uint lane = thread_index_in_simdgroup;
+// Where a lane's two neighbours lie in every 8 x 8 matrix.
+const int row8 = int(((lane & 16u) >> 2) | ((lane >> 1) & 3u));
+const int col8 = int(((lane & 8u) >> 1) | ((lane & 1u) << 1));
+
+const int group = int(threadgroup_position_in_grid.x);
+const int kv_head = group % H;
+const int item = group / H;
+if (item >= plan[0]) return;
+const device int* work = plan + 8 + item * 8;
+const int num_rows = work[1];
+const int first_position = work[2] - num_rows;
+const device int* table = plan + work[3];
+const int first_vector = work[4];
+const int last_vector = min(first_vector + 8 * SIMDGROUPS, num_rows * FACTOR) - 1;
+
+// What the first and the last row of the item see; the others lie between them.
+const int low_end = first_position + first_vector / FACTOR + 1;
+const int high_end = first_position + last_vector / FACTOR + 1;
+const int start = max(low_end - plan[1], 0);
+
+const int wanted = first_vector + int(simdgroup_index_in_threadgroup) * 8 + row8;
+const int vector = min(wanted, last_vector);
+const int head = kv_head * FACTOR + vector % FACTOR;
+const long row = work[0] + vector / FACTOR;
+const int my_end = first_position + vector / FACTOR + 1;
+const int my_start = my_end - plan[1];
+
+vec<T, W> q[K_SPANS][2];
+UNROLL for (int s = 0; s < K_SPANS; ++s) {
+  UNROLL for (int e = 0; e < 2; ++e) {
+    const device T* from = queries + (row * (H * FACTOR) + head) * DK + (s * 8 + col8 + e) * W;
+    q[s][e] = *reinterpret_cast<const device vec<T, W>*>(from);
+  }
+}
+
+threadgroup vec<KT, W> k_tile[KEYS][DK / W + PAD];
+threadgroup vec<KT, W> v_tile[KEYS][DV / W + PAD];
+
+simdgroup_matrix<float, 8, 8> acc[V_SPANS * W];
+UNROLL for (int i = 0; i < V_SPANS * W; ++i) {
+  acc[i] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+}
+float top = LOWEST;
+float weight_sum = 0.0f;
+
+// Tiles lie at multiples of KEYS, so that a row's result doesn't depend on the rows beside it.
+for (int base = start / KEYS * KEYS; base < high_end; base += KEYS) {
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  for (int i = thread_id; i < KEYS * LOADS; i += SIMDGROUPS * 32) {
+    const int key = i / LOADS;
+    const int load = i % LOADS;
+    const int position = base + key;
+    const bool live = position >= start && position < high_end;
+    const long block = live ? table[position / BS] : 0;
+    const long place = SLOT_MAJOR ? (block * BS + position % BS) * H + kv_head
+                                  : (block * H + kv_head) * BS + position % BS;
+    if (load < DK / W) {
+      vec<KT, W> x = vec<KT, W>(KT(0));
+      if (live) x = *reinterpret_cast<const device vec<KT, W>*>(k_pool + place * DK + load * W);
+      k_tile[key][load] = x;
+    }
+    if (load < DV / W) {
+      vec<KT, W> x = vec<KT, W>(KT(0));
+      if (live) x = *reinterpret_cast<const device vec<KT, W>*>(v_pool + place * DV + load * W);
+      v_tile[key][load] = x;
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+
+  simdgroup_matrix<float, 8, 8> left, right;
+  simdgroup_matrix<float, 8, 8> scores[KEY_TILES];
+  UNROLL for (int n = 0; n < KEY_TILES; ++n) {
+    scores[n] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+  }
+  UNROLL for (int s = 0; s < K_SPANS; ++s) {
+    UNROLL for (int n = 0; n < KEY_TILES; ++n) {
+      const vec<KT, W> k0 = k_tile[n * 8 + col8][s * 8 + row8];
+      const vec<KT, W> k1 = k_tile[n * 8 + col8 + 1][s * 8 + row8];
+      UNROLL for (int w = 0; w < W; ++w) {
+        left.thread_elements()[0] = float(q[s][0][w]);
+        left.thread_elements()[1] = float(q[s][1][w]);
+        right.thread_elements()[0] = float(k0[w]);
+        right.thread_elements()[1] = float(k1[w]);
+        simdgroup_multiply_accumulate(scores[n], left, right, scores[n]);
+      }
+    }
+  }
+
+  // Only the tiles at both ends hold tokens that some row doesn't see.
+  const bool partial = base < high_end - plan[1] || base + KEYS > low_end;
+  float tile_top = LOWEST;
+  UNROLL for (int n = 0; n < KEY_TILES; ++n) {
+    UNROLL for (int e = 0; e < 2; ++e) {
+      float score = scores[n].thread_elements()[e] * QUERY_SCALE;
+#if HAS_SOFTCAP
+      score = SOFTCAP * tanh(score);
+#endif
+      const int position = base + n * 8 + col8 + e;
+      if (partial && (position < my_start || position >= my_end)) score = MASKED;
+      scores[n].thread_elements()[e] = score;
+      tile_top = max(tile_top, score);
+    }
+  }
+  // The lanes of a row differ in bits 0 and 3.
+  tile_top = max(tile_top, simd_shuffle_xor(tile_top, ushort(1)));
+  tile_top = max(tile_top, simd_shuffle_xor(tile_top, ushort(8)));
+  if (simd_any(tile_top > top)) {
+    const float new_top = max(top, tile_top);
+    const float shrink = exp2(top - new_top);
+    top = new_top;
+    weight_sum *= shrink;
+    UNROLL for (int i = 0; i < V_SPANS * W; ++i) {
+      acc[i].thread_elements()[0] *= shrink;
+      acc[i].thread_elements()[1] *= shrink;
+    }
+  }
+  UNROLL for (int n = 0; n < KEY_TILES; ++n) {
+    UNROLL for (int e = 0; e < 2; ++e) {
+      const float weight = exp2(scores[n].thread_elements()[e] - top);
+      scores[n].thread_elements()[e] = weight;
+      weight_sum += weight;
+    }
+  }
+
+  UNROLL for (int n = 0; n < KEY_TILES; ++n) {
+    UNROLL for (int s = 0; s < V_SPANS; ++s) {
+      const vec<KT, W> v0 = v_tile[n * 8 + row8][s * 8 + col8];
+      const vec<KT, W> v1 = v_tile[n * 8 + row8][s * 8 + col8 + 1];
+      UNROLL for (int w = 0; w < W; ++w) {
+        right.thread_elements()[0] = float(v0[w]);
+        right.thread_elements()[1] = float(v1[w]);
+        simdgroup_multiply_accumulate(acc[s * W + w], scores[n], right, acc[s * W + w]);
+      }
+    }
+  }
+}
+
+weight_sum += simd_shuffle_xor(weight_sum, ushort(1));
+weight_sum += simd_shuffle_xor(weight_sum, ushort(8));
+float factor = 1.0f;
+#if HAS_SINKS
+const float sink = float(sinks[head]) * 1.4426950408889634f;
+const float with_sink = max(top, sink);
+factor = exp2(top - with_sink);
+weight_sum = weight_sum * factor + exp2(sink - with_sink);
+#endif
+factor = weight_sum == 0.0f ? 0.0f : factor / weight_sum;
+if (wanted > last_vector) return;
+UNROLL for (int s = 0; s < V_SPANS; ++s) {
+  UNROLL for (int e = 0; e < 2; ++e) {
+    vec<T, W> x;
+    UNROLL for (int w = 0; w < W; ++w) x[w] = T(acc[s * W + w].thread_elements()[e] * factor);
+    device T* to = out + (row * (H * FACTOR) + head) * DV + (s * 8 + col8 + e) * W;
+    *reinterpret_cast<device vec<T, W>*>(to) = x;
+  }
+}

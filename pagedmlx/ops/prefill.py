@@ -1,0 +1,273 @@
+"""Attention of prefill chunks by ``prefill.metal``: its variants, its plan, and when to take it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import cached_property
+
+import mlx.core as mx
+import numpy as np
+
+from pagedmlx.core.batch import BatchArrays
+from pagedmlx.kv.layout import DTYPE_BYTES
+from pagedmlx.kv.store import KVStore
+from pagedmlx.ops.base import AttentionParams
+from pagedmlx.ops.launch import (
+    MAX_THREADGROUP_BYTES,
+    SIMD_WIDTH,
+    Kernel,
+    Launch,
+    Launcher,
+    Platform,
+)
+from pagedmlx.ops.variants import LOG2_E, TYPE_NAMES, DecodeVariant, PoolShape, make_kernel
+from pagedmlx.ops.worklist import HEADER, ITEM, UNLIMITED
+
+MAX_HEAD_DIM = 256
+"""Larger accumulators don't fit in registers."""
+
+MAX_WORK = 1 << 36
+"""Multiplications of one launch: a tenth of a second on an M1, far from Metal's watchdog."""
+
+_NUM_SIMDGROUPS = 4
+# Rows that are never cut apart. Their vectors fill threadgroups whatever the group's size is.
+_ROWS = 32
+
+
+class PrefillPath(StrEnum):
+    """Who attends prefill chunks."""
+
+    AUTO = "auto"
+    KERNEL = "kernel"
+    GATHER = "gather"
+
+
+@dataclass(frozen=True)
+class PrefillVariant:
+    """``prefill.metal`` for one pool and one kind of attention layer; see ``DecodeVariant``."""
+
+    pool: PoolShape
+    dtype: str
+    factor: int
+    sinks: bool = False
+    scale: float = 1.0
+    softcap: float | None = None
+
+    @property
+    def is_supported(self) -> bool:
+        """Whether the kernel can serve it."""
+        dims = (self.pool.k_head_dim, self.pool.v_head_dim)
+        return all(dim % 16 == 0 and dim <= MAX_HEAD_DIM for dim in dims)
+
+    @property
+    def vectors(self) -> int:
+        """Query vectors of a threadgroup."""
+        return 8 * _NUM_SIMDGROUPS
+
+    @cached_property
+    def load_width(self) -> int:
+        """Elements of one load; the 8 loads of a span must fit in a row without a rest."""
+        return 2 if self.pool.k_head_dim % 32 or self.pool.v_head_dim % 32 else 4
+
+    @cached_property
+    def padding(self) -> int:
+        """Loads between rows in threadgroup memory: 16 bytes, against bank conflicts."""
+        return 16 // (self.load_width * DTYPE_BYTES[self.pool.dtype])
+
+    @cached_property
+    def keys(self) -> int:
+        """Tokens of a tile."""
+        keys = 32 if max(self.pool.k_head_dim, self.pool.v_head_dim) < 192 else 16
+        while self._tile_bytes(keys) > MAX_THREADGROUP_BYTES:
+            keys //= 2
+        return keys
+
+    @cached_property
+    def kernel(self) -> Kernel:
+        """The text with these constants."""
+        scale = self.scale * LOG2_E if self.softcap is None else self.scale / self.softcap
+        constants = self.pool.constants() | {
+            "T": TYPE_NAMES[self.dtype],
+            "FACTOR": self.factor,
+            "SIMDGROUPS": _NUM_SIMDGROUPS,
+            "KEYS": self.keys,
+            "W": self.load_width,
+            "PAD": self.padding,
+            "HAS_SINKS": int(self.sinks),
+            "HAS_SOFTCAP": int(self.softcap is not None),
+            "QUERY_SCALE": scale,
+            "SOFTCAP": (self.softcap or 0.0) * LOG2_E,
+        }
+        kernel = make_kernel(
+            "prefill",
+            constants,
+            ("queries", "k_pool", "v_pool", "plan", *(("sinks",) if self.sinks else ()), "token"),
+            ("out",),
+            threadgroup_bytes=self._tile_bytes(self.keys),
+        )
+        return replace(kernel, cuda_headers=("cuda_matrix.h",))
+
+    def _tile_bytes(self, keys: int) -> int:
+        rows = self.pool.k_head_dim + self.pool.v_head_dim + 2 * self.padding * self.load_width
+        return keys * rows * DTYPE_BYTES[self.pool.dtype]
+
+
+def prefill_variant(layer: DecodeVariant) -> PrefillVariant:
+    """The prefill of the layers that a decode variant serves."""
+    return PrefillVariant(
+        layer.pool, layer.dtype, layer.factor, layer.sinks, layer.scale, layer.softcap
+    )
+
+
+def takes_kernel(path: PrefillPath, variant: PrefillVariant, platform: Platform) -> bool:
+    """Whether prefill chunks go through the kernel, and not through a gather and MLX's attention.
+
+    By itself it is taken where it is expected to be faster: on Metal, for the types that the
+    matrix units are fed from 16 bits and the head sizes that fit the registers well. On CUDA its
+    matrices are emulated.
+    """
+    if path is PrefillPath.GATHER or not variant.is_supported:
+        return False
+    if path is PrefillPath.KERNEL:
+        return True
+    head_dim = max(variant.pool.k_head_dim, variant.pool.v_head_dim)
+    return platform is Platform.METAL and variant.pool.dtype != "float32" and head_dim <= 128
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """One launch: rows that follow each other, of one sequence or several.
+
+    Attributes:
+        plan: As ``prefill.metal`` reads it.
+        num_items: Work items in it.
+        num_rows: Rows that it attends.
+        variant: The kernel.
+    """
+
+    plan: mx.array
+    num_items: int
+    num_rows: int
+    variant: PrefillVariant
+
+
+def plan_prefill(
+    host: BatchArrays,
+    sequences: Sequence[int] | np.ndarray,
+    group: int,
+    window: int | None,
+    variant: PrefillVariant,
+    max_work: int = MAX_WORK,
+) -> list[Prefill]:
+    """Cut the rows of some sequences of a step into launches, and those into tiles.
+
+    Args:
+        host: The step.
+        sequences: Which sequences; their rows come in this order.
+        group: The KV group.
+        window: Tokens that a row sees; None is all.
+        variant: The kernel.
+        max_work: About the most multiplications of one launch; 32 rows stay together always.
+
+    Returns:
+        The launches; each takes up where the one before ends.
+    """
+    ends = host.context_lens[sequences].astype(np.int64)
+    counts = np.diff(host.query_start_loc)[sequences]
+    tables = np.maximum(host.groups[group].block_tables[sequences], 0)
+
+    # Pieces of up to _ROWS rows, each of one sequence.
+    num_pieces = -(-counts // _ROWS)
+    owners = np.repeat(np.arange(len(counts)), num_pieces)
+    index = np.arange(len(owners)) - (np.cumsum(num_pieces) - num_pieces)[owners]
+    rows = np.minimum(counts[owners] - index * _ROWS, _ROWS)
+    piece_ends = (ends - counts)[owners] + index * _ROWS + rows
+    seen = piece_ends if window is None else np.minimum(piece_ends, window + rows)
+    pool = variant.pool
+    heads = pool.num_kv_heads * variant.factor
+    work = rows * seen * (heads * (pool.k_head_dim + pool.v_head_dim))
+    launches = (np.cumsum(work) - work) // max_work
+
+    prefills = []
+    for launch in np.unique(launches):
+        chosen = np.flatnonzero(launches == launch)
+        plan, num_items = _make_plan(
+            rows[chosen],
+            piece_ends[chosen],
+            owners[chosen] - owners[chosen[0]],
+            tables[owners[chosen[0]] : owners[chosen[-1]] + 1],
+            window,
+            variant,
+        )
+        prefills.append(Prefill(mx.array(plan), num_items, int(rows[chosen].sum()), variant))
+    return prefills
+
+
+def _make_plan(
+    rows: np.ndarray,
+    ends: np.ndarray,
+    owners: np.ndarray,
+    tables: np.ndarray,
+    window: int | None,
+    variant: PrefillVariant,
+) -> tuple[np.ndarray, int]:
+    """The plan of a launch for pieces with these rows, positions and rows of the tables."""
+    num_tiles = -(-rows * variant.factor // variant.vectors)
+    pieces = np.repeat(np.arange(len(rows)), num_tiles)
+    first_tiles = np.cumsum(num_tiles) - num_tiles
+    first_vectors = (np.arange(len(pieces)) - first_tiles[pieces]) * variant.vectors
+    # The longest run first: a short one at the end keeps fewer cores waiting.
+    pieces, first_vectors = (
+        a[np.argsort(-ends[pieces], kind="stable")] for a in (pieces, first_vectors)
+    )
+
+    tables_at = HEADER + ITEM * len(pieces)
+    plan = np.zeros(tables_at + tables.size, dtype=np.int32)
+    plan[:2] = len(pieces), UNLIMITED if window is None else window
+    items = plan[HEADER:tables_at].reshape(-1, ITEM)
+    items[:, 0] = (np.cumsum(rows) - rows)[pieces]
+    items[:, 1] = rows[pieces]
+    items[:, 2] = ends[pieces]
+    items[:, 3] = tables_at + owners[pieces] * tables.shape[1]
+    items[:, 4] = first_vectors
+    plan[tables_at:] = tables.ravel()
+    return plan, len(pieces)
+
+
+def attend_prefill(
+    launcher: Launcher,
+    queries: mx.array,
+    layer: int,
+    store: KVStore,
+    prefill: Prefill,
+    params: AttentionParams,
+) -> mx.array:
+    """Attend the rows of a launch.
+
+    Args:
+        launcher: Runs the kernel.
+        queries: (L, num_heads, k_head_dim), row-contiguous or copied.
+        layer: The layer whose K and V are read.
+        store: Owner of the pool.
+        prefill: From ``plan_prefill``.
+        params: The layer's settings.
+
+    Returns:
+        (L, num_heads, v_head_dim) in the type of ``queries``.
+    """
+    pool, token = store.bind(layer)
+    sinks = [] if params.sinks is None else [params.sinks]
+    variant = prefill.variant
+    threads = _NUM_SIMDGROUPS * SIMD_WIDTH
+    return launcher(
+        Launch(
+            variant.kernel,
+            [queries, pool.keys, pool.values, prefill.plan, *sinks, token],
+            prefill.num_items * variant.pool.num_kv_heads * threads,
+            threads,
+            [(prefill.num_rows, queries.shape[1], variant.pool.v_head_dim)],
+            [queries.dtype],
+        )
+    )[0]
