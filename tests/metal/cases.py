@@ -116,19 +116,23 @@ def every_variant() -> list[Variant]:
 
 
 def covering_variants() -> list[Variant]:
-    """Few variants in which any two values of two axes meet (pairwise covering, greedily)."""
-    axes = {**FIRST, **SECOND}
+    """Few variants in which any two values of two axes meet."""
+    return [Variant(**values) for values in covering({**FIRST, **SECOND})]
+
+
+def covering(axes: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """Few choices of one value for each axis, in which any two values of two axes meet (greedily)."""
     rng = random.Random(0)
     missing = set(_pairs(axes))
-    variants = []
+    choices = []
     while missing:
         # Each candidate holds one pair that is missing; the best of several adds most of them.
         starts = rng.sample(sorted(missing, key=sorted), min(len(missing), 30))
         candidates = [_candidate(axes, pair, rng) for pair in starts]
         best = max(candidates, key=lambda values: len(missing & _pairs_of(values)))
         missing -= _pairs_of(best)
-        variants.append(Variant(**{name: axes[name][at] for name, at in best.items()}))
-    return variants
+        choices.append({name: axes[name][at] for name, at in best.items()})
+    return choices
 
 
 _Pair = frozenset[tuple[str, int]]
