@@ -17,9 +17,10 @@ from pagedmlx.ops.in_place import InPlaceWriter
 from pagedmlx.ops.kernels import KernelBackend
 from pagedmlx.ops.launch import Launcher
 from pagedmlx.ops.variants import BLOCK_SIZES, HEAD_DIMS
+from pagedmlx.ops.worklist import MIN_CHUNK
 from tests.support.attention import TOLERANCES, Case, make_case
 
-# Chunks of 64 tokens, or sequences that are never cut.
+# Chunks of the fewest tokens, or sequences that are never cut.
 _SPLIT_WAVE, _WHOLE_WAVE = 1 << 30, 1
 
 
@@ -38,6 +39,7 @@ class Variant:
     window: int | None
     softcap: float | None
     sinks: bool
+    chunks: int  # of the longest sequence, where sequences are split
 
     def __str__(self) -> str:
         values = (getattr(self, field.name) for field in fields(self))
@@ -46,8 +48,9 @@ class Variant:
     def lengths(self) -> list[int]:
         """Context lengths around the borders of blocks and chunks, at least the query's rows."""
         size = self.block_size
+        last = MIN_CHUNK * (self.chunks - 1) + 2 if self.split else 1
         around = [self.rows, size - 1, size, size + 1, 63, 64, 65]
-        return [max(length, self.rows) for length in (*around, 130 if self.split else 1)]
+        return [max(length, self.rows) for length in (*around, last)]
 
     def make_case(self, launcher: Launcher, seed: int = 0) -> Case:
         """A ragged batch; a pool that holds NaN but for what the write kernel wrote."""
@@ -100,6 +103,7 @@ SECOND: Mapping[str, Sequence[Any]] = {
     "window": (None, 5, 70),
     "softcap": (None, 20.0),
     "sinks": (False, True),
+    "chunks": (3, 18),  # merged by one SIMD-group, and by several
 }
 
 

@@ -71,12 +71,15 @@ class FiberLauncher:
     Attributes:
         seed: Order in which threads run; every launch gets the next one.
         change: Applied to each source before it runs; for planted faults.
+        in_place: Names of the inputs that kernels may store through.
+        rounded: Whether the grid is rounded up to whole threadgroups, as CUDA does.
         executed: Names of the kernels that ran, with how often.
     """
 
     seed: int = 0
     change: Callable[[Kernel, str], str] | None = None
     in_place: Collection[str] = IN_PLACE
+    rounded: bool = False
     platform: Platform = Platform.METAL
     executed: dict[str, int] = field(default_factory=dict)
     _sources: MetalSources = field(default_factory=MetalSources)
@@ -94,13 +97,16 @@ class FiberLauncher:
                 kernel.output_names, launch.output_shapes, launch.output_dtypes, strict=True
             )
         }
+        threads = launch.num_threads
+        if self.rounded:
+            threads += -threads % launch.threadgroup
         self.seed += 1
         self.executed[kernel.name] = self.executed.get(kernel.name, 0) + 1
         results = execute(
             source,
             inputs,
             outputs,
-            (launch.num_threads, 1, 1),
+            (threads, 1, 1),
             (launch.threadgroup, 1, 1),
             in_place=self.in_place if writes else (),
             seed=self.seed,

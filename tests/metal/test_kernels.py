@@ -66,6 +66,7 @@ SMALL = Variant(
     window=None,
     softcap=None,
     sinks=True,
+    chunks=3,
 )
 
 
@@ -93,6 +94,12 @@ def test_order_of_threads_changes_no_bit(split, seed):
         for launcher in (FiberLauncher(), FiberLauncher(seed=1000 * (seed + 1)))
     ]
     np.testing.assert_array_equal(*outputs)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_grid_rounded_up_as_in_cuda_harms_nothing(rows):
+    launcher = FiberLauncher(rounded=True)
+    assert replace(SMALL, rows=rows).deviation(launcher) < MAX_DEVIATION
 
 
 def test_chunks_that_depend_on_the_sequence_alone_give_the_answer():

@@ -1,0 +1,109 @@
+"""The checks bite: faults planted in the package's own kernels are caught, and by which rung."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.metal.cases import Variant
+from tests.metal.mutate import STRICT_CHECK, WRONG_RESULT, Mutation, caught_by, mutate
+from tests.metal.test_kernels import MAX_DEVIATION, SMALL
+
+WHOLE = replace(SMALL, rows=2, window=20, softcap=20.0)
+SPLIT = replace(WHOLE, split=True)
+LONG = replace(SPLIT, window=None, chunks=18)
+
+BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
+BLOCK = "min(max(position / BS, first_block), last_block)"
+WRONG = (WRONG_RESULT,)
+OUTSIDE = ("out_of_bounds",)
+STRICT = (STRICT_CHECK,)
+# The thread that comes first finds nothing written; a later one finds the race.
+RACE = ("race", "uninitialised")
+
+
+# What is planted, the variant that runs it, and the rungs of which one must catch it.
+FAULTS: list[tuple[Mutation, Variant, tuple[str, ...]]] = [
+    (Mutation("write", "wrong index", "slot % BS", "(slot + 1) % BS"), WHOLE, WRONG),
+    (Mutation("write", "beyond the pool", "= slots[row]", "= slots[row] + 100000"), WHOLE, OUTSIDE),
+    (Mutation("write", "one slot for all", "= slots[row]", "= slots[0]"), WHOLE, RACE),
+    (
+        Mutation("write", "no bounds of the grid", "if (row >= uint(keys_shape[0])) return;", ""),
+        WHOLE,
+        OUTSIDE,
+    ),
+    (
+        Mutation("write", "swapped address space", "const_cast<device", "const_cast<threadgroup"),
+        WHOLE,
+        STRICT,
+    ),
+    (Mutation("decode", "wrong index", BLOCK, f"{BLOCK} ^ 1"), WHOLE, WRONG),
+    (Mutation("decode", "wrong head", "id * H + kv_head", "id * H"), WHOLE, WRONG),
+    (Mutation("decode", "beyond the table", BLOCK, "position / BS + 1000"), WHOLE, OUTSIDE),
+    (Mutation("decode", "missing barrier", BARRIER, ""), WHOLE, RACE),
+    (
+        Mutation("decode", "barrier too small", BARRIER, BARRIER.replace("thread", "simd", 1)),
+        WHOLE,
+        RACE,
+    ),
+    (
+        Mutation("decode", "swapped address space", "device int* table", "constant int* table"),
+        WHOLE,
+        STRICT,
+    ),
+    (Mutation("decode", "dropped causal mask", "position >= my_end", "false"), WHOLE, WRONG),
+    (Mutation("decode", "dropped window", "position < my_start ||", ""), WHOLE, WRONG),
+    (
+        Mutation(
+            "decode",
+            "dropped mask past the end",
+            "if (position < start || position >= end) score = MASKED;",
+            "",
+        ),
+        WHOLE,
+        WRONG,
+    ),
+    (Mutation("decode", "dropped mask of V", "clear_row<KT, VW, VJ>(v[u])", ""), WHOLE, WRONG),
+    (
+        Mutation(
+            "decode",
+            "maximum of some lanes",
+            "const float tile_top = max_above<ACROSS>(score);",
+            "float tile_top = score; if (lane < 16) tile_top = max_above<ACROSS>(score);",
+        ),
+        WHOLE,
+        ("divergence",),
+    ),
+    (Mutation("merge", "missing barrier", BARRIER, ""), LONG, RACE),
+    (
+        Mutation("merge", "sinks counted twice", "sum += exp2(sink", "sum += 2.0f * exp2(sink"),
+        SPLIT,
+        WRONG,
+    ),
+    (
+        Mutation("merge", "a chunk left out", "chunk = simdgroup;", "chunk = simdgroup + 1;"),
+        LONG,
+        WRONG,
+    ),
+]
+
+
+@pytest.mark.parametrize("variant", [WHOLE, SPLIT, LONG])
+def test_without_a_fault_nothing_is_found(variant):
+    nothing = Mutation("decode", "none", "const int group", "const int group")
+    assert caught_by(nothing, variant, MAX_DEVIATION) == []
+
+
+@pytest.mark.parametrize(
+    ("mutation", "variant", "rungs"), FAULTS, ids=[str(planted[0]) for planted in FAULTS]
+)
+def test_planted_fault_is_caught(mutation, variant, rungs, count):
+    found = caught_by(mutation, variant, MAX_DEVIATION)
+    assert set(found) & set(rungs)
+    count[f"planted fault caught by {', '.join(found)}: {mutation}"] += 1
+
+
+def test_fault_whose_text_is_gone_is_told():
+    with pytest.raises(ValueError, match="no 'gone'"):
+        list(mutate("text", [Mutation("decode", "wrong index", "gone", "there")]))
