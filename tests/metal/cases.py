@@ -125,7 +125,7 @@ def covering_variants() -> list[Variant]:
 
 
 def covering(axes: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    """Few choices of one value for each axis, in which any two values of two axes meet (greedily)."""
+    """Few choices of a value for each axis in which any two values of two axes meet (greedily)."""
     rng = random.Random(0)
     missing = set(_pairs(axes))
     choices = []
