@@ -27,23 +27,28 @@ METAL_FUNC void clear_row(thread vec<T, W> (&out)[J]) {
   UNROLL for (int j = 0; j < J; ++j) out[j] = vec<T, W>(T(0));
 }
 
-// Sums N scores over the lanes at once: each step adds half of them to the partner's other half,
-// so 31 shuffles do for 32 sums. Lane i is left with the sum of score i / (32 / N).
+// One step of a sum over the lanes of many scores: a lane keeps one of two and gives the other to
+// its partner, so that 31 shuffles do for 32 sums.
+METAL_FUNC float halve(float low, float high, uint lane, ushort offset) {
+  const bool upper = (lane & uint(offset)) != 0;
+  return (upper ? high : low) + simd_shuffle_xor(upper ? low : high, offset);
+}
+
+// The other steps for N scores, of which the first half was halved with the second at offset 16.
+// Lane i is left with the sum of score i / (32 / N).
 template <int N>
-METAL_FUNC float sum_scores(thread float (&scores)[N], uint lane) {
-  int offset = 16;
-  UNROLL for (int left = N / 2; left >= 1; left /= 2) {
-    const bool upper = (lane & uint(offset)) != 0;
-    UNROLL for (int i = 0; i < left; ++i) {
-      const float kept = upper ? scores[left + i] : scores[i];
-      const float sent = upper ? scores[i] : scores[left + i];
-      scores[i] = kept + simd_shuffle_xor(sent, ushort(offset));
+METAL_FUNC float sum_scores(thread float (&scores)[N / 2], uint lane) {
+  // Loops that count up by one are unrolled everywhere, so that the scores stay in registers.
+  UNROLL for (int round = 1; round < 5; ++round) {
+    const int left = N >> (round + 1);
+    UNROLL for (int i = 0; i < N / 4; ++i) {
+      if (i < left) scores[i] = halve(scores[i], scores[left + i], lane, ushort(16 >> round));
     }
-    offset /= 2;
   }
   float sum = scores[0];
-  UNROLL for (int step = 16 / N; step >= 1; step /= 2) {
-    sum += simd_shuffle_xor(sum, ushort(step));
+  UNROLL for (int round = 1; round < 5; ++round) {
+    const int step = 16 >> round;
+    if (step < 32 / N) sum += simd_shuffle_xor(sum, ushort(step));
   }
   return sum;
 }
@@ -51,16 +56,16 @@ METAL_FUNC float sum_scores(thread float (&scores)[N], uint lane) {
 // Maximum and sum over the lanes that differ in bits of STEP and above.
 template <int STEP>
 METAL_FUNC float max_above(float x) {
-  UNROLL for (int step = STEP; step < 32; step *= 2) {
-    x = max(x, simd_shuffle_xor(x, ushort(step)));
+  UNROLL for (int round = 0; round < 5; ++round) {
+    if ((1 << round) >= STEP) x = max(x, simd_shuffle_xor(x, ushort(1 << round)));
   }
   return x;
 }
 
 template <int STEP>
 METAL_FUNC float sum_above(float x) {
-  UNROLL for (int step = STEP; step < 32; step *= 2) {
-    x += simd_shuffle_xor(x, ushort(step));
+  UNROLL for (int round = 0; round < 5; ++round) {
+    if ((1 << round) >= STEP) x += simd_shuffle_xor(x, ushort(1 << round));
   }
   return x;
 }

@@ -9,7 +9,7 @@
 //                   [2] first and [3] end of the item's tokens, a half-open range that is not empty,
 //                   [4] the sequence's tokens: its rows are the last of these,
 //                   [5] where in plan its block table begins, [6] place of the partial result
-//          sinks    (H * FACTOR,) float32, where HAS_SINKS and not SPLIT
+//          sinks    (H * FACTOR,) of any type, where HAS_SINKS and not SPLIT
 //          token    the newest token
 // Outputs  not SPLIT, where each sequence is one item:
 //          out      (T, H * FACTOR, DV) of T
@@ -24,7 +24,7 @@
 // Numerics: products and sums in float32; softmax online, in powers of 2. Masked scores never meet
 // an infinity, and V outside the item's tokens counts as 0, whatever the slot holds.
 // Constants: T, KT (types); H, FACTOR, DK, DV, BS, SLOT_MAJOR, ROWS, GH, PARTS, U (tokens of a tile;
-// U * GH is at most 32 and a power of 2), SIMDGROUPS, KW, VW (width of a load), SPLIT, HAS_SINKS,
+// at least 2; U * GH is at most 32 and a power of 2), SIMDGROUPS, KW, VW (width of a load), SPLIT, HAS_SINKS,
 // HAS_SOFTCAP, QUERY_SCALE (scale * log2(e), or scale / softcap), SOFTCAP (softcap * log2(e)).
 
 constexpr int KJ = (DK + 32 * KW - 1) / (32 * KW);
@@ -118,17 +118,21 @@ for (; base < end; base += SIMDGROUPS * U) {
   const int next = base + SIMDGROUPS * U;
   FIND(next)
 
-  float scores[N];
-  UNROLL for (int u = 0; u < U; ++u) {
-    UNROLL for (int g = 0; g < GH; ++g) {
-      float sum = 0.0f;
-      UNROLL for (int e = 0; e < KJ * KW; ++e) sum += q[g][e] * float(k[u][e / KW][e % KW]);
-      scores[u * GH + g] = sum;
+  float scores[N / 2];
+  UNROLL for (int i = 0; i < N / 2; ++i) {
+    const int u = i / GH;
+    const int g = i % GH;
+    float low = 0.0f;
+    float high = 0.0f;
+    UNROLL for (int e = 0; e < KJ * KW; ++e) {
+      low += q[g][e] * float(k[u][e / KW][e % KW]);
+      high += q[g][e] * float(k[U / 2 + u][e / KW][e % KW]);
     }
+    scores[i] = halve(low, high, lane, 16);
   }
-  if (next < end) {
-    LOAD_K
-  }
+  // Also after the last tile, where the slots are some of the last block's: a condition would
+  // keep the compiler from reusing the registers.
+  LOAD_K
 
   float score = sum_scores<N>(scores, lane);
 #if HAS_SOFTCAP
@@ -209,7 +213,7 @@ for (int i = int(thread_index_in_threadgroup); i < GH * DV; i += SIMDGROUPS * 32
 #else
   const int head = kv_head * FACTOR + vector % FACTOR;
 #if HAS_SINKS
-  const float sink = sinks[head] * 1.4426950408889634f;
+  const float sink = float(sinks[head]) * 1.4426950408889634f;
   const float with_sink = max(group_top, sink);
   total *= exp2(group_top - with_sink);
   sum = sum * exp2(group_top - with_sink) + exp2(sink - with_sink);

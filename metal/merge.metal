@@ -5,7 +5,7 @@
 //          plan     int32, as for decode.metal, with [2] where the merge list begins and [3] its
 //                   rows; for each row 4 elements: [0] place of its sequence's first partial result,
 //                   [1] their number, at least 1, [2] the row within its sequence
-//          sinks    (H * FACTOR,) float32, where HAS_SINKS
+//          sinks    (H * FACTOR,) of any type, where HAS_SINKS
 // Output   out      (rows, H * FACTOR, DV) of T
 // Grid     rows * H * FACTOR threadgroups of SIMDGROUPS * 32 threads
 // Threadgroup memory: SIMDGROUPS * DV floats.
@@ -32,7 +32,7 @@ for (int chunk = lane; chunk < num_chunks; chunk += 32) {
 }
 top = simd_max(top);
 #if HAS_SINKS
-const float sink = sinks[head] * 1.4426950408889634f;
+const float sink = float(sinks[head]) * 1.4426950408889634f;
 top = max(top, sink);
 #endif
 float sum = 0.0f;

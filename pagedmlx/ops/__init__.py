@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from pagedmlx.errors import InvalidRequestError
 from pagedmlx.ops.base import AttentionBackend
-from pagedmlx.ops.gather import GatherBackend
-from pagedmlx.ops.reference import ReferenceBackend
+from pagedmlx.ops.paths import AttentionPath, attention_paths
 
-__all__ = ["make_backend"]
+__all__ = ["AttentionPath", "attention_paths", "make_backend"]
 
 
 def make_backend(name: str) -> AttentionBackend:
-    """Make the attention backend of that name; ``auto`` is the fastest that works here.
+    """Make the attention backend of that name; ``auto`` is the fastest that should work here.
 
     Raises:
-        InvalidRequestError: There is no such backend.
+        InvalidRequestError: There is no such backend here.
     """
-    match name:
-        case "auto" | "gather":
-            return GatherBackend()
-        case "reference":
-            return ReferenceBackend()
-        case _:
-            choices = "auto, gather or reference"
-            raise InvalidRequestError("attention_backend", f"{name!r} must be {choices}")
+    return attention_paths(name)[0].backend

@@ -6,7 +6,7 @@ that isn't faster, through ``chunks``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import numpy as np
@@ -65,7 +65,10 @@ class KernelBackend:
         self._prefill = PrefillPath(prefill)
         self._prefills: dict[DecodeVariant, PrefillVariant] = {}
         self._batch: PagedBatch | None = None
-        self._plans: dict[tuple[int, AttentionParams | None, object], _Plan] = {}
+        self._plans: dict[tuple[int, int | None, int], _Plan] = {}
+        self._layers: dict[int, tuple[object, DecodeVariant]] = {}
+        self._variants: dict[DecodeVariant, DecodeVariant] = {}
+        self._merges: dict[MergeVariant, MergeVariant] = {}
 
     def attend(
         self,
@@ -103,23 +106,35 @@ class KernelBackend:
     ) -> _Plan:
         if self._batch is not batch:
             self._batch, self._plans = batch, {}
-        # Layers of a group may differ in shape and settings, but few do.
-        settings = (params.scale, params.window, params.softcap, params.sinks is not None)
-        shape = store.layout.layers[layer]
-        key = (group, queries.shape[1], queries.dtype, shape, settings)
+        base = self._layer_variant(queries, layer, store, params)
+        # Most layers of a group share their shape and settings, and so their plan.
+        key = (group, params.window, id(base))
         plan = self._plans.get(key)
         if plan is None:
-            base = DecodeVariant(
-                pool=pool_shape(store.bind(layer)[0]),
-                dtype=dtype_name(queries.dtype),
-                factor=queries.shape[1] // shape.num_kv_heads,
-                sinks=params.sinks is not None,
-                scale=params.scale,
-                softcap=params.softcap,
-            )
-            plan = self._make_plan(batch.host, group, params.window, base)
-            self._plans[key] = plan
+            plan = self._plans[key] = self._make_plan(batch.host, group, params.window, base)
         return plan
+
+    def _layer_variant(
+        self, queries: mx.array, layer: int, store: KVStore, params: AttentionParams
+    ) -> DecodeVariant:
+        """What is fixed for a layer; found by comparing with what it was the last time."""
+        known = self._layers.get(layer)
+        settings = (params.scale, params.softcap, params.sinks is not None)
+        kind = (queries.shape[1], queries.dtype, store.layout, settings)
+        if known is not None and known[0] == kind:
+            return known[1]
+        shape = pool_shape(store.bind(layer)[0])
+        variant = DecodeVariant(
+            pool=shape,
+            dtype=dtype_name(queries.dtype),
+            factor=queries.shape[1] // shape.num_kv_heads,
+            sinks=params.sinks is not None,
+            scale=params.scale,
+            softcap=params.softcap,
+        )
+        variant = self._variants.setdefault(variant, variant)
+        self._layers[layer] = (kind, variant)
+        return variant
 
     def _make_plan(
         self, host: BatchArrays, group: int, window: int | None, base: DecodeVariant
@@ -167,7 +182,7 @@ class KernelBackend:
         rows = 1
         while rows < counts.max():
             rows *= 2
-        whole = _variant(base, rows, split=False)
+        whole = self._interned(replace(base, rows=rows))
         if self._deterministic:
             chunks = fixed_chunks(lows, ends)
         else:
@@ -176,9 +191,14 @@ class KernelBackend:
         work = make_work_list(counts, lows, ends, tables, chunks, window)
         if work.max_chunks == 1:
             return _Decode(mx.array(work.plan), work.num_items, work.num_rows, whole, None)
-        split = _variant(base, rows, split=True)
+        split = self._interned(replace(base, rows=rows, split=True))
         merge = MergeVariant(split, _MERGE_SIMDGROUPS if work.max_chunks > _MANY_CHUNKS else 1)
+        merge = self._merges.setdefault(merge, merge)
         return _Decode(mx.array(work.plan), work.num_items, work.num_rows, split, merge)
+
+    def _interned(self, variant: DecodeVariant) -> DecodeVariant:
+        """The one object for equal variants, so that texts are put together once."""
+        return self._variants.setdefault(variant, variant)
 
     def _decode(
         self,
@@ -191,7 +211,7 @@ class KernelBackend:
         pool, token = store.bind(layer)
         variant = work.variant
         num_kv_heads, v_head_dim = variant.pool.num_kv_heads, variant.pool.v_head_dim
-        sinks = [] if params.sinks is None else [params.sinks.astype(mx.float32)]
+        sinks = [] if params.sinks is None else [params.sinks]
         out_shape = (work.num_rows, num_kv_heads * variant.factor, v_head_dim)
         if work.merge is None:
             shapes, dtypes = [out_shape], [queries.dtype]
@@ -257,19 +277,6 @@ class _Plan:
     parts: tuple[_Part, ...]
     order: mx.array | None
     inverse: mx.array | None
-
-
-def _variant(base: DecodeVariant, rows: int, split: bool) -> DecodeVariant:
-    return DecodeVariant(
-        pool=base.pool,
-        dtype=base.dtype,
-        factor=base.factor,
-        rows=rows,
-        split=split,
-        sinks=base.sinks,
-        scale=base.scale,
-        softcap=base.softcap,
-    )
 
 
 def unsupported(pool: PoolShape, factor: int) -> str | None:

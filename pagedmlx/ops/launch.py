@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 
@@ -48,9 +48,8 @@ class Kernel:
         assert self.threadgroup_bytes <= MAX_THREADGROUP_BYTES, self.name
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """One call of a kernel.
+class Launch(NamedTuple):
+    """One call of a kernel; a tuple, because a step makes a hundred of them.
 
     Attributes:
         kernel: What runs.

@@ -161,7 +161,7 @@ class DecodeVariant:
         """Tokens that a SIMD-group loads before it uses them; a power of two."""
         per_token = _per_lane(self.pool.k_head_dim) + _per_lane(self.pool.v_head_dim)
         words = max(1, per_token * DTYPE_BYTES[self.pool.dtype] // 4)
-        tile = 1
+        tile = 2
         while tile < 8 and 2 * tile * self.heads_per_group <= SIMD_WIDTH and 2 * tile * words <= 32:
             tile *= 2
         return tile

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from pagedmlx.core.batch import NO_BLOCK, Int32Array
+from pagedmlx.core.batch import Int32Array
 
 HEADER = 8
 ITEM = 8
@@ -24,7 +24,7 @@ class WorkList:
 
     Attributes:
         plan: int32, as the kernels read it.
-        num_items: Work items of the decode kernel.
+        num_items: Work items that the grid must have room for.
         num_rows: Rows of the output.
         max_chunks: Items of the sequence that has most; 1 leaves nothing to merge.
     """
@@ -70,7 +70,7 @@ def make_work_list(
         num_rows: (S,) rows of each sequence, which lie one after the other.
         lows: (S,) first token that any row of a sequence sees.
         ends: (S,) one past the last.
-        block_tables: (S, B); NO_BLOCK where there is none.
+        block_tables: (S, B); negative where there is none.
         chunks: Tokens of a chunk, or (S,) one for each sequence.
         window: Tokens that a row sees; None is all.
     """
@@ -86,7 +86,7 @@ def make_work_list(
     merge_at = HEADER + ITEM * num_items
     tables_at = merge_at + MERGE_ROW * total_rows
     width = block_tables.shape[1]
-    plan = np.zeros(tables_at + block_tables.size, dtype=np.int32)
+    plan = np.zeros(bucket(tables_at + block_tables.size), dtype=np.int32)
     plan[:4] = num_items, UNLIMITED if window is None else window, merge_at, total_rows
     items = plan[HEADER:merge_at].reshape(num_items, ITEM)
     items[:, 0] = first_rows[owners]
@@ -101,8 +101,15 @@ def make_work_list(
     rows[:, 0] = first_items[row_owners]
     rows[:, 1] = counts[row_owners]
     rows[:, 2] = np.arange(total_rows) - first_rows[row_owners]
-    plan[tables_at:] = np.where(block_tables == NO_BLOCK, 0, block_tables).ravel()
-    return WorkList(plan, num_items, total_rows, int(counts.max()))
+    tables = plan[tables_at : tables_at + block_tables.size]
+    tables[:] = np.maximum(block_tables, 0).ravel()
+    return WorkList(plan, bucket(num_items), total_rows, int(counts.max()))
+
+
+def bucket(count: int) -> int:
+    """The count, rounded up by at most an eighth, so that few sizes occur in a long run."""
+    step = 1 << max(count.bit_length() - 4, 0)
+    return -(-count // step) * step
 
 
 def _counts(

@@ -1,0 +1,70 @@
+"""Which attention backends this device can use, and how the pool is written for each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pagedmlx.errors import InvalidRequestError
+from pagedmlx.kv.writer import FunctionalWriter, PoolWriter
+from pagedmlx.ops.base import AttentionBackend
+from pagedmlx.ops.gather import GatherBackend
+from pagedmlx.ops.in_place import InPlaceWriter
+from pagedmlx.ops.kernels import KernelBackend
+from pagedmlx.ops.launch import MLXLauncher, gpu_platform
+from pagedmlx.ops.reference import ReferenceBackend
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPath:
+    """A way to write K and V and to attend to them.
+
+    Attributes:
+        backend: Attends.
+        writer: Writes.
+    """
+
+    backend: AttentionBackend
+    writer: PoolWriter
+
+
+def attention_paths(name: str) -> tuple[AttentionPath, ...]:
+    """The ways that a setting allows on this device, in the order in which to try them.
+
+    Kernels write in place, so that steps can follow each other without a wait. Whatever goes wrong
+    with them, the functional update and MLX's own attention are there to fall back on.
+
+    Args:
+        name: As in ``EngineConfig.attention_backend``.
+
+    Raises:
+        InvalidRequestError: There is no such backend, or not on this device.
+    """
+    gather = AttentionPath(GatherBackend(), FunctionalWriter())
+    match name:
+        case "gather":
+            return (gather,)
+        case "reference":
+            return (AttentionPath(ReferenceBackend(), FunctionalWriter()),)
+        case "kernels" | "auto":
+            kernels = _kernels()
+        case _:
+            raise InvalidRequestError(
+                "attention_backend", f"{name!r} must be auto, kernels, gather or reference"
+            )
+    if name == "auto":
+        return (gather,) if kernels is None else (kernels, gather)
+    if kernels is None:
+        raise InvalidRequestError(
+            "attention_backend",
+            "kernels need a GPU, and MLX computes on the CPU here",
+            hint="leave it at auto",
+        )
+    return (kernels,)
+
+
+def _kernels() -> AttentionPath | None:
+    platform = gpu_platform()
+    if platform is None:
+        return None
+    launcher = MLXLauncher(platform)
+    return AttentionPath(KernelBackend(launcher), InPlaceWriter(launcher))
