@@ -1,0 +1,128 @@
+"""The plan of the prefill kernel, and when the kernel is taken; its answers are in tests/metal."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from pagedmlx.kv.layout import DTYPE_BYTES
+from pagedmlx.ops.launch import MAX_THREADGROUP_BYTES, Platform
+from pagedmlx.ops.prefill import (
+    MAX_HEAD_DIM,
+    Prefill,
+    PrefillPath,
+    PrefillVariant,
+    plan_prefill,
+    takes_kernel,
+)
+from pagedmlx.ops.variants import PoolShape
+from tests.support.batches import make_batch
+
+SPANS = ((9, 1), (40, 1), (3, 5), (0, 9), (100, 64), (31, 33), (7, 200))
+MANY = [3, 4, 5, 6]
+
+
+def variant(
+    factor: int = 4, dtype: str = "float16", k_head_dim: int = 64, v_head_dim: int | None = None
+) -> PrefillVariant:
+    shape = PoolShape(dtype, 2, k_head_dim, v_head_dim or k_head_dim, block_size=16)
+    return PrefillVariant(shape, dtype, factor)
+
+
+def plans(
+    factor: int, window: int | None = None, max_work: int = 1 << 40, spans=SPANS, chosen=MANY
+) -> tuple[list[Prefill], object]:
+    host = make_batch(spans, block_size=16, num_blocks=60, rng=np.random.default_rng(0))
+    return plan_prefill(host, chosen, 0, window, variant(factor), max_work), host
+
+
+def items_of(launch: Prefill) -> tuple[np.ndarray, np.ndarray]:
+    plan = np.array(launch.plan)
+    assert plan[0] == launch.num_items
+    return plan, plan[8 : 8 + 8 * launch.num_items].reshape(-1, 8)
+
+
+@pytest.mark.parametrize("factor", [1, 2, 3, 5, 8, 16, 40])
+@pytest.mark.parametrize("max_work", [1, 1 << 22, 1 << 40])
+def test_every_query_vector_belongs_to_one_item_of_its_own_sequence(factor, max_work):
+    launches, host = plans(factor, max_work=max_work)
+    rows = np.concatenate([np.arange(*host.query_start_loc[s : s + 2]) for s in MANY])
+    owners = np.repeat(np.arange(len(SPANS)), np.diff(host.query_start_loc))
+    seen = np.zeros((host.num_rows, factor), int)
+    row = 0
+    for launch in launches:
+        mine = rows[row : row + launch.num_rows]
+        row += launch.num_rows
+        plan, items = items_of(launch)
+        for first_row, num_rows, end, table, first_vector, *_ in items:
+            vectors = np.arange(first_vector, min(first_vector + 32, num_rows * factor))
+            assert len(vectors) > 0
+            batch_rows = mine[first_row + vectors // factor]
+            np.add.at(seen, (batch_rows, vectors % factor), 1)
+            positions = end - num_rows + vectors // factor
+            np.testing.assert_array_equal(positions, host.positions[batch_rows])
+            (owner,) = set(owners[batch_rows])
+            blocks = -(-int(host.context_lens[owner]) // 16)
+            expected = host.groups[0].block_tables[owner, :blocks]
+            np.testing.assert_array_equal(plan[table : table + blocks], expected)
+    assert row == len(rows)
+    assert (seen[rows] == 1).all()
+    assert seen.sum() == seen[rows].sum()
+
+
+def test_no_launch_does_much_more_than_it_may():
+    factor, max_work = 4, 3_000_000
+    launches, host = plans(factor, max_work=max_work, spans=((0, 500), (300, 64)), chosen=[0, 1])
+    assert len(launches) > 3
+    rows = np.cumsum([0, *(launch.num_rows for launch in launches)])
+    for first, end in itertools.pairwise(rows):
+        work = (host.positions[first:end] + 1).sum() * factor * 2 * 128
+        largest = 32 * (host.positions[first:end].max() + 1) * factor * 2 * 128
+        assert work <= max_work + largest
+
+
+def test_a_window_lets_a_launch_hold_more():
+    spans = ((0, 500),)
+    assert len(plans(4, None, 1 << 22, spans, [0])[0]) > len(plans(4, 16, 1 << 22, spans, [0])[0])
+
+
+def test_the_longest_runs_start_first():
+    _, items = items_of(plans(4)[0][0])
+    assert (np.diff(items[:, 2]) <= 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPE_BYTES)
+@pytest.mark.parametrize("head_dim", range(16, MAX_HEAD_DIM + 1, 16))
+def test_tiles_fit_in_threadgroup_memory(dtype, head_dim):
+    kernel = variant(dtype=dtype, k_head_dim=head_dim).kernel
+    assert 0 < kernel.threadgroup_bytes <= MAX_THREADGROUP_BYTES
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "keys"),
+    [("float16", 128, 32), ("float32", 96, 32), ("bfloat16", 192, 16), ("float32", 128, 16)],
+)
+def test_tiles_are_as_long_as_registers_and_memory_allow(dtype, head_dim, keys):
+    assert variant(dtype=dtype, k_head_dim=head_dim).keys == keys
+
+
+def test_the_kernel_is_taken_where_it_should_be_faster():
+    def taken(platform: Platform = Platform.METAL, path: str = "auto", **shape: object) -> bool:
+        return takes_kernel(PrefillPath(path), variant(**shape), platform)  # type: ignore[arg-type]
+
+    assert taken()
+    assert taken(dtype="bfloat16", k_head_dim=128)
+    assert not taken(dtype="float32")
+    assert not taken(k_head_dim=192, v_head_dim=128)
+    assert not taken(Platform.CUDA)
+    assert not taken(path="gather")
+    assert taken(Platform.CUDA, "kernel", dtype="float32", k_head_dim=256)
+
+
+@pytest.mark.parametrize("head_dims", [(72, 72), (512, 512), (64, 40)])
+def test_head_sizes_that_the_kernel_lacks_are_gathered_also_where_it_is_forced(head_dims):
+    k_head_dim, v_head_dim = head_dims
+    lacking = variant(k_head_dim=k_head_dim, v_head_dim=v_head_dim)
+    assert not takes_kernel(PrefillPath.KERNEL, lacking, Platform.METAL)
