@@ -13,7 +13,7 @@ BLOCK_SIZES = (8, 16, 32, 64)
 KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32")
 FUTURE_KV_CACHE_DTYPES = ("int8", "int4")
 DTYPES = ("auto", "float16", "bfloat16", "float32")
-ATTENTION_BACKENDS = ("auto", "reference", "gather")
+ATTENTION_BACKENDS = ("auto", "kernels", "gather", "reference")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class EngineConfig:
         prefill_chunk_size: Most tokens of one prompt that one step computes.
         enable_prefix_caching: Share the blocks of equal prompt beginnings.
         kv_cache_dtype: Type of the pool's elements; ``auto`` is the model's.
-        attention_backend: ``auto``, ``gather`` or ``reference``.
+        attention_backend: ``auto``, ``kernels`` (on a GPU), ``gather`` or ``reference``.
         max_overtakes: How often later requests may pass one that doesn't fit; then it is next.
         max_num_waiting: Most requests that may wait; None is no limit.
         seed: Source of the seeds of requests that give none; None takes a fresh one.

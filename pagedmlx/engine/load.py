@@ -11,15 +11,21 @@ from typing import TYPE_CHECKING
 
 from pagedmlx.config import EngineConfig
 from pagedmlx.engine.frames import clear_frames
-from pagedmlx.errors import InvalidRequestError, ModelLoadError
+from pagedmlx.errors import InvalidRequestError, ModelLoadError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from pagedmlx.engine.engine import Engine
+    from pagedmlx.kv.writer import PoolWriter
+    from pagedmlx.models.adapter import ModelAdapter
     from pagedmlx.models.loader import LoadedModel
     from pagedmlx.text.tokenizer import Tokenizer
 
 ProgressCallback = Callable[[str, float | None], None]
 """Called with what is being done and the share done, from 0 to 1, or None when unknown."""
+
+
+WARM_UP_CONTEXTS = (512, 4096, 32768)
+"""Lengths at which attention takes different kernels: whole, in chunks, in many chunks."""
 
 
 def load_engine(config: EngineConfig, on_progress: ProgressCallback | None = None) -> Engine:
@@ -58,10 +64,8 @@ def _load(config: EngineConfig, report: ProgressCallback, blas: str, undo: ExitS
     from pagedmlx.engine.runner import ModelRunner
     from pagedmlx.hub import resolve
     from pagedmlx.kv.store import KVStore
-    from pagedmlx.models.adapter import ModelAdapter
     from pagedmlx.models.loader import load_model
-    from pagedmlx.models.probe import probe_model
-    from pagedmlx.ops import make_backend
+    from pagedmlx.models.probe import warm_up
     from pagedmlx.sampling.sampler import Sampler
 
     resolved = resolve(config.model, config.revision)
@@ -72,24 +76,21 @@ def _load(config: EngineConfig, report: ProgressCallback, blas: str, undo: ExitS
         on_progress=report,
     )
     tokenizer = _load_tokenizer(loaded, config)
-    adapter = ModelAdapter(
-        loaded,
-        make_backend(config.attention_backend),
-        block_size=config.block_size,
-        kv_cache_dtype=config.kv_cache_dtype,
-    )
-    undo.enter_context(adapter)
     report("checking the model against mlx-lm", None)
-    probe = probe_model(adapter)
+    adapter, writer, attention = _adapt(loaded, config, undo)
     on_gpu = mx.default_device() == mx.Device(mx.gpu)
     plan = plan_pool(
         config,
         adapter.layout,
         parameter_bytes=loaded.parameter_bytes,
-        headroom_bytes=measure_headroom(adapter, config),
+        headroom_bytes=measure_headroom(adapter, config, writer),
         device_bytes=device_memory_bytes(),
         on_gpu=on_gpu,
     )
+    if on_gpu:
+        for context_len in WARM_UP_CONTEXTS:
+            report("compiling kernels", WARM_UP_CONTEXTS.index(context_len) / len(WARM_UP_CONTEXTS))
+            warm_up(adapter, writer, context_len)
     max_model_len = _max_model_len(config, loaded)
     limits = EngineLimits(
         max_model_len=max_model_len,
@@ -106,7 +107,7 @@ def _load(config: EngineConfig, report: ProgressCallback, blas: str, undo: ExitS
     )
     report("allocating the pool", None)
     try:
-        store = KVStore(adapter.layout, plan.num_blocks, config.pool_fill)
+        store = KVStore(adapter.layout, plan.num_blocks, config.pool_fill, writer)
     except RuntimeError as error:  # MLX's word for memory that the device doesn't give
         raise ModelLoadError(
             f"the pool of {plan.pool_bytes} bytes can't be allocated: {error}",
@@ -115,7 +116,7 @@ def _load(config: EngineConfig, report: ProgressCallback, blas: str, undo: ExitS
     notes = [
         f"device: {'GPU' if on_gpu else 'CPU'}, weights in {loaded.dtype}",
         *([] if on_gpu else [blas]),
-        f"attention: {adapter.backend.name}; logits within {probe.error:.1g} of mlx-lm's",
+        *attention,
         f"pool: {plan.num_blocks[0]} blocks of {config.block_size} tokens, "
         f"{plan.pool_bytes / 2**20:.0f} MiB",
     ]
@@ -134,6 +135,44 @@ def _load(config: EngineConfig, report: ProgressCallback, blas: str, undo: ExitS
         pool_bytes=plan.pool_bytes,
         notes=tuple(notes),
     )
+
+
+def _adapt(
+    loaded: LoadedModel, config: EngineConfig, undo: ExitStack
+) -> tuple[ModelAdapter, PoolWriter, list[str]]:
+    """Find the first attention path that gives the model's own logits.
+
+    Returns:
+        The model over that path, the path's writer, and lines for the user.
+
+    Raises:
+        UnsupportedModelError: None of them does.
+    """
+    from pagedmlx.models.adapter import ModelAdapter
+    from pagedmlx.models.probe import probe_model
+    from pagedmlx.ops import attention_paths
+
+    paths = attention_paths(config.attention_backend)
+    notes: list[str] = []
+    for path in paths:
+        adapter = ModelAdapter(
+            loaded,
+            path.backend,
+            block_size=config.block_size,
+            kv_cache_dtype=config.kv_cache_dtype,
+        )
+        undo.enter_context(adapter)
+        try:
+            probe = probe_model(adapter, path.writer)
+        except UnsupportedModelError as error:
+            if path is paths[-1]:
+                raise
+            adapter.close()
+            notes.append(f"attention: not by {path.backend.name}, slower instead: {error}")
+            continue
+        notes.append(f"attention: {path.backend.name}; logits within {probe.error:.1g} of mlx-lm's")
+        return adapter, path.writer, notes
+    raise AssertionError("there is always a path")
 
 
 def _load_tokenizer(loaded: LoadedModel, config: EngineConfig) -> Tokenizer:

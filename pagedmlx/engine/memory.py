@@ -10,6 +10,7 @@ import mlx.core as mx
 from pagedmlx.config import EngineConfig
 from pagedmlx.errors import InvalidRequestError
 from pagedmlx.kv.layout import KVLayout
+from pagedmlx.kv.writer import PoolWriter
 from pagedmlx.models.adapter import ModelAdapter
 from pagedmlx.models.probe import run_dummy_chunk
 
@@ -46,10 +47,15 @@ def device_memory_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def measure_headroom(adapter: ModelAdapter, config: EngineConfig) -> int:
+def measure_headroom(adapter: ModelAdapter, config: EngineConfig, writer: PoolWriter) -> int:
     """Bytes that the largest step needs besides weights and pool, by running one such chunk.
 
     On the CPU, where that would take seconds and the default pool is small, a fixed amount.
+
+    Args:
+        adapter: Of the model to be served.
+        config: How large a step may be, and whether the pool's size depends on this at all.
+        writer: How the pool will be written.
     """
     if mx.default_device() != mx.Device(mx.gpu):
         return CPU_HEADROOM_BYTES
@@ -59,7 +65,7 @@ def measure_headroom(adapter: ModelAdapter, config: EngineConfig) -> int:
     mx.clear_cache()
     mx.reset_peak_memory()
     before = mx.get_active_memory()
-    run_dummy_chunk(adapter, num_rows)
+    run_dummy_chunk(adapter, num_rows, writer)
     peak = mx.get_peak_memory() - before
     mx.clear_cache()
     return peak * -(-config.max_num_batched_tokens // num_rows)

@@ -12,6 +12,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from pagedmlx.core.batch import BatchArrays, GroupArrays
 from pagedmlx.errors import UnsupportedModelError
 from pagedmlx.kv.store import KVStore
+from pagedmlx.kv.writer import PoolWriter
 from pagedmlx.models.adapter import ModelAdapter
 from pagedmlx.ops.base import upload
 
@@ -40,13 +41,15 @@ class ProbeResult:
     passed_windows: bool
 
 
-def probe_model(adapter: ModelAdapter) -> ProbeResult:
+def probe_model(adapter: ModelAdapter, writer: PoolWriter | None = None) -> ProbeResult:
     """Run a short prompt in two chunks, a copy on write and three decode steps, both ways.
 
-    Uses a small pool of its own, on the backend that will serve.
+    Uses a small pool of its own, on the backend that will serve. The decode steps follow each
+    other as in serving: where the pool allows it, none waits for the one before.
 
     Args:
         adapter: Of the model to be served.
+        writer: How the pool will be written; by functional update if None.
 
     Raises:
         UnsupportedModelError: The model fails on the way, or its logits differ by more than the
@@ -54,7 +57,7 @@ def probe_model(adapter: ModelAdapter) -> ProbeResult:
     """
     model_type = adapter.loaded.model_type
     try:
-        result = _measure(adapter)
+        result = _measure(adapter, writer)
     except Exception as error:
         # Anything may come out of model code that meets more rows than in the survey.
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -70,7 +73,7 @@ def probe_model(adapter: ModelAdapter) -> ProbeResult:
     return result
 
 
-def _measure(adapter: ModelAdapter) -> ProbeResult:
+def _measure(adapter: ModelAdapter, writer: PoolWriter | None) -> ProbeResult:
     layout = adapter.layout
     block_size = layout.block_size
     windows = [group.window for group in layout.groups if group.window is not None]
@@ -79,32 +82,31 @@ def _measure(adapter: ModelAdapter) -> ProbeResult:
     length += length % block_size == 0
     prompt = (np.arange(length) * 7919 + 13) % adapter.vocab_size
     num_blocks = -(-(length + NUM_DECODES) // block_size) + 1
-    store = KVStore(layout, (num_blocks,) * len(layout.groups), fill=float("nan"))
+    store = KVStore(layout, (num_blocks,) * len(layout.groups), float("nan"), writer)
     # Block ids run backwards, so that order in the pool is not order in the sequence.
     table = np.arange(num_blocks - 1, 0, -1, dtype=np.int32)
     caches = make_prompt_cache(adapter.loaded.model)
 
-    differences: list[float] = []
+    expected = [adapter.last_logits(mx.array(prompt.astype(np.int32)), caches)]
+    tokens: list[np.ndarray] = []
+    for _ in range(NUM_DECODES):
+        tokens.append(np.argmax(np.array(expected[-1].astype(mx.float32)), keepdims=True))
+        expected.append(adapter.last_logits(mx.array(tokens[-1].astype(np.int32)), caches))
+
     chunk = block_size + 1
     _paged_logits(adapter, store, table, prompt[:chunk], 0)
-    logits = _paged_logits(adapter, store, table, prompt[chunk:], chunk)
-    expected = adapter.last_logits(mx.array(prompt.astype(np.int32)), caches)
-    differences.append(_difference(logits, expected))
-
+    found = [_paged_logits(adapter, store, table, prompt[chunk:], chunk)]
     last = (length - 1) // block_size
     source, table[last] = table[last], 0
     for group in range(len(layout.groups)):
         store.copy_blocks(group, np.array([source], np.int32), np.array([0], np.int32))
-    for step in range(NUM_DECODES):
-        token = np.argmax(np.array(expected.astype(mx.float32)), keepdims=True)
-        logits = _paged_logits(adapter, store, table, token, length + step)
-        expected = adapter.last_logits(mx.array(token.astype(np.int32)), caches)
-        differences.append(_difference(logits, expected))
+    for step, token in enumerate(tokens):
+        found.append(_paged_logits(adapter, store, table, token, length + step))
 
     return ProbeResult(
         num_prompt_tokens=length,
         # Unlike Python's max, numpy's keeps a NaN.
-        error=float(np.max(differences)),
+        error=float(np.max(list(map(_difference, found, expected)))),
         tolerance=max(TOLERANCES[adapter.loaded.dtype], TOLERANCES[layout.dtype]),
         passed_windows=all(length > window for window in windows),
     )
@@ -141,7 +143,7 @@ def _paged_logits(
         groups=(group,) * len(adapter.layout.groups),
     )
     logits = adapter.forward(upload(host), store)[0]
-    store.commit(logits)
+    store.submit(logits)
     return logits
 
 
@@ -153,15 +155,33 @@ def _difference(logits: mx.array, expected: mx.array) -> float:
     return float(share)
 
 
-def run_dummy_chunk(adapter: ModelAdapter, num_rows: int) -> None:
+def warm_up(adapter: ModelAdapter, writer: PoolWriter, context_len: int) -> None:
+    """Decode one token after a context of that length, so that what it needs is compiled.
+
+    The context is one block many times over, which costs no memory.
+
+    Args:
+        adapter: Of the model to be served.
+        writer: How the pool will be written.
+        context_len: Tokens, the decoded one included.
+    """
+    layout = adapter.layout
+    store = KVStore(layout, (2,) * len(layout.groups), writer=writer)
+    table = np.zeros(-(-context_len // layout.block_size), dtype=np.int32)
+    table[-1] = 1
+    mx.eval(_paged_logits(adapter, store, table, np.zeros(1, np.int32), context_len - 1))
+
+
+def run_dummy_chunk(adapter: ModelAdapter, num_rows: int, writer: PoolWriter | None = None) -> None:
     """Compute one chunk of a prompt in a pool just large enough, to see what it costs.
 
     Args:
         adapter: Of the model to be served.
         num_rows: Tokens in the chunk.
+        writer: How the pool will be written; by functional update if None.
     """
     layout = adapter.layout
     num_blocks = -(-num_rows // layout.block_size)
-    store = KVStore(layout, (num_blocks,) * len(layout.groups))
+    store = KVStore(layout, (num_blocks,) * len(layout.groups), writer=writer)
     table = np.arange(num_blocks, dtype=np.int32)
-    _paged_logits(adapter, store, table, np.zeros(num_rows, np.int32), 0)
+    mx.eval(_paged_logits(adapter, store, table, np.zeros(num_rows, np.int32), 0))

@@ -5,13 +5,21 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
-from pagedmlx import LLM, SamplingParams
+from pagedmlx import LLM, SamplingParams, ops
 from pagedmlx.engine.frames import clear_frames
 from pagedmlx.engine.memory import PoolPlan, plan_pool
-from pagedmlx.errors import InvalidRequestError, ModelLoadError, PagedMLXError
+from pagedmlx.errors import (
+    InvalidRequestError,
+    ModelLoadError,
+    PagedMLXError,
+    UnsupportedModelError,
+)
 from pagedmlx.kv.store import KVStore
+from pagedmlx.kv.writer import FunctionalWriter
+from pagedmlx.ops import AttentionPath, attention_paths
 from tests.support.tiny_models import save_tiny_folder
 
 
@@ -124,3 +132,43 @@ def test_clearing_frames_reaches_the_errors_behind_an_error():
     assert not held
     clear_frames(caught.value)
     assert held == ["gone"]
+
+
+class _Wrong:
+    """An attention backend whose results are off, or which can't be compiled at all."""
+
+    name = "kernels"
+
+    def __init__(self, fault: str) -> None:
+        self.fault = fault
+
+    def attend(self, queries: mx.array, *_: object) -> mx.array:
+        if self.fault == "compile":
+            raise RuntimeError("decode_d64: the compiler refuses it")
+        return queries
+
+
+@pytest.mark.parametrize("fault", ["compile", "result"])
+def test_a_backend_that_fails_the_probe_is_left_for_the_next_and_said_once(
+    folder: Path, fault: str, monkeypatch: pytest.MonkeyPatch
+):
+    (gather,) = attention_paths("gather")
+    wrong = AttentionPath(_Wrong(fault), FunctionalWriter())
+    monkeypatch.setattr(ops, "attention_paths", lambda _: (wrong, gather))
+    with LLM(str(folder), num_blocks=8) as llm:
+        said = [note for note in llm.load_notes if note.startswith("attention: ")]
+        assert len(llm.generate("abc")[0].outputs[0].token_ids) > 0
+    assert "not by kernels, slower instead" in said[0]
+    assert ("decode_d64" in said[0]) == (fault == "compile")
+    assert said[1].startswith("attention: gather")
+    monkeypatch.setattr(ops, "attention_paths", lambda _: (wrong,))
+    with pytest.raises(UnsupportedModelError):
+        LLM(str(folder), num_blocks=8)
+
+
+def test_kernels_are_refused_where_there_is_no_gpu(folder: Path):
+    if mx.default_device() == mx.Device(mx.gpu):
+        assert attention_paths("kernels")[0].backend.name == "kernels"
+        return
+    with pytest.raises(InvalidRequestError, match="attention_backend: kernels need a GPU"):
+        LLM(str(folder), num_blocks=8, attention_backend="kernels")
