@@ -68,6 +68,8 @@ def cached_path(suffix: str, *parts: str) -> Path:
     """Where the result of compiling `parts` with today's shim belongs; it may not exist yet."""
     folder = Path(tempfile.gettempdir()) / f"pagedmlx-metal-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise RuntimeError(f"{folder} belongs to another user")
     digest = hashlib.blake2b(_cache_key() + sys.platform.encode(), digest_size=16)
     for part in parts:
         digest.update(part.encode() + b"\0")

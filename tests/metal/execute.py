@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import ctypes.util
 import functools
+import math
 import os
 import sys
 from collections.abc import Collection, Mapping
@@ -29,6 +30,7 @@ _CHECKED = [
     "-Xclang", "-cl-single-precision-constant", "-mllvm", "-tsan-instrument-read-before-write",
 ]  # fmt: skip
 _MAX_THREADS = 1024
+_MAX_GROUPS = (1 << 20) - 1
 _ALIGNMENT = 256
 _GAP_BYTES = 1 << 20
 _POISON = 0xFF  # NaN in every float type
@@ -47,7 +49,11 @@ class ExecutionError(Exception):
 
     def __init__(self, kind: str, line: int, message: str, text: str = "") -> None:
         lines = text.splitlines()
-        where = f"\n  at line {line}: {lines[line - 1].strip()}" if 0 < line <= len(lines) else ""
+        where = (
+            f"\n  at or after line {line}: {lines[line - 1].strip()}"
+            if 0 < line <= len(lines)
+            else ""
+        )
         super().__init__(f"{kind}: {message}{where}")
         self.kind = kind
         self.line = line
@@ -149,7 +155,8 @@ def execute(
         grid=tuple(grid),
         group=tuple(min(a, b) for a, b in zip(threadgroup, grid, strict=True)),
     )
-    if np.prod(launch.group) > _MAX_THREADS or 0 in launch.group:
+    group = math.prod(launch.group)
+    if not 0 < group <= _MAX_THREADS or math.prod(grid) // group > _MAX_GROUPS // 8:
         raise ExecutionError("arguments", 0, f"threadgroup of {threadgroup}, grid of {grid}")
     library.msl_run(ctypes.byref(launch))
     if launch.report:

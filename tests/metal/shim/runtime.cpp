@@ -20,9 +20,9 @@ constexpr u64 kMaxAccesses = 1ul << 32;  // more is an endless loop
 
 // Who touched a byte last. A thread's own moment: threadgroup, thread, barriers passed so far.
 struct Moment {
-  u32 group = 0;  // 0: nobody yet
-  u32 thread = 0, barriers = 0, simd_barriers = 0;
+  u64 group : 20, thread : 10, barriers : 17, simd_barriers : 17;  // group 0: nobody yet
 };
+constexpr u32 kMaxGroups = (1 << 20) - 1, kMaxBarriers = (1 << 17) - 1;
 // One writer, and two readers that were not ordered with each other (of two SIMD-groups if any).
 struct Cell {
   Moment writer, readers[2];
@@ -207,12 +207,12 @@ bool ordered(const Moment& before, const Moment& after) {
 }
 
 void report_race(const Region& region, u64 offset, const Moment& other, const char* did, bool write) {
-  u32 group = other.group - 1, mine = state.group_serial - 1;
+  u32 group = u32(other.group) - 1, mine = state.group_serial - 1;
   msl::fail("race", state.current->line,
             "%s %s element %lu of %s, which thread %u of threadgroup %u %s (this is threadgroup "
             "%u), with no barrier between",
             "it", write ? "writes" : "reads", offset / region.item_bytes, region.name,
-            other.thread, group, did, mine);
+            u32(other.thread), group, did, mine);
 }
 
 void mark(const Region& region, u64 offset, u32 size, bool write, const Moment& now) {
@@ -232,7 +232,7 @@ void mark(const Region& region, u64 offset, u32 size, bool write, const Moment& 
     Moment* readers = cell.readers;
     if (!readers[0].group || ordered(readers[0], now)) {
       readers[0] = now;
-      if (readers[1].group && ordered(readers[1], now)) readers[1] = Moment();
+      if (readers[1].group && ordered(readers[1], now)) readers[1] = Moment{};
     } else if (!readers[1].group || ordered(readers[1], now) ||
                readers[1].thread / 32 == readers[0].thread / 32) {
       readers[1] = now;
@@ -276,7 +276,7 @@ void access(const void* pointer, u32 size, bool write) {
     msl::fail("read_only", me->line, "it writes element %lu of input %s",
               offset / found->item_bytes, found->name);
   u32 memory = found == &state.shared;
-  Moment now;
+  Moment now{};
   now.group = state.group_serial, now.thread = index_of(me);
   now.barriers = me->barriers[memory], now.simd_barriers = me->simd_barriers[memory];
   mark(*found, offset, size, write, now);
@@ -379,7 +379,8 @@ void barrier(bool threadgroup_wide, unsigned memory, int line, int column) {
          "SIMD-group");
   }
   for (int i = 0; i < 2; ++i)
-    if (memory >> i & 1) ++(threadgroup_wide ? me->barriers : me->simd_barriers)[i];
+    if (memory >> i & 1 && ++(threadgroup_wide ? me->barriers : me->simd_barriers)[i] > kMaxBarriers)
+      fail("endless", line, "it passes more barriers than can be told apart");
 }
 }  // namespace msl
 
@@ -400,6 +401,7 @@ void msl_run(Launch* launch) {
   u32 groups[3], count = 1;
   for (int axis = 0; axis < 3; ++axis)
     count *= groups[axis] = (launch->grid[axis] + launch->group[axis] - 1) / launch->group[axis];
+  if (count > kMaxGroups) __builtin_trap();
   // A random start and direction is order enough: threadgroups share nothing but device memory.
   u32 start = random_below(count), backwards = random_below(2);
   for (u32 i = 0; i < count; ++i) {
