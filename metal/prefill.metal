@@ -110,14 +110,18 @@ for (int base = start / KEYS * KEYS; base < high_end; base += KEYS) {
     scores[n] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
   }
   UNROLL for (int s = 0; s < K_SPANS; ++s) {
+    vec<KT, W> k[KEY_TILES][2];
     UNROLL for (int n = 0; n < KEY_TILES; ++n) {
-      const vec<KT, W> k0 = k_tile[n * 8 + col8][s * 8 + row8];
-      const vec<KT, W> k1 = k_tile[n * 8 + col8 + 1][s * 8 + row8];
-      UNROLL for (int w = 0; w < W; ++w) {
-        left.thread_elements()[0] = float(q[s][0][w]);
-        left.thread_elements()[1] = float(q[s][1][w]);
-        right.thread_elements()[0] = float(k0[w]);
-        right.thread_elements()[1] = float(k1[w]);
+      k[n][0] = k_tile[n * 8 + col8][s * 8 + row8];
+      k[n][1] = k_tile[n * 8 + col8 + 1][s * 8 + row8];
+    }
+    // Products that follow each other go to different sums, so that none waits for the last.
+    UNROLL for (int w = 0; w < W; ++w) {
+      left.thread_elements()[0] = float(q[s][0][w]);
+      left.thread_elements()[1] = float(q[s][1][w]);
+      UNROLL for (int n = 0; n < KEY_TILES; ++n) {
+        right.thread_elements()[0] = float(k[n][0][w]);
+        right.thread_elements()[1] = float(k[n][1][w]);
         simdgroup_multiply_accumulate(scores[n], left, right, scores[n]);
       }
     }
