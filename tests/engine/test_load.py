@@ -8,7 +8,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from pagedmlx import LLM, SamplingParams, ops
+from pagedmlx import LLM, SamplingParams
+from pagedmlx.engine import build
 from pagedmlx.engine.frames import clear_frames
 from pagedmlx.engine.memory import PoolPlan, plan_pool
 from pagedmlx.errors import (
@@ -96,7 +97,7 @@ def test_a_pool_that_the_device_refuses_is_one_line(folder: Path, monkeypatch: p
 
     with monkeypatch.context() as patch:
         # The probe's small pool is made before the engine's.
-        patch.setattr("pagedmlx.engine.memory.plan_pool", _plan_then(patch, refuse))
+        patch.setattr("pagedmlx.engine.build.plan_pool", _plan_then(patch, refuse))
         with pytest.raises(ModelLoadError, match=r"pool of \d+ bytes .* no memory") as caught:
             LLM(str(folder), num_blocks=8)
     assert caught.value.hint
@@ -154,14 +155,14 @@ def test_a_backend_that_fails_the_probe_is_left_for_the_next_and_said_once(
 ):
     (gather,) = attention_paths("gather")
     wrong = AttentionPath(_Wrong(fault), FunctionalWriter())
-    monkeypatch.setattr(ops, "attention_paths", lambda _: (wrong, gather))
+    monkeypatch.setattr(build, "attention_paths", lambda _: (wrong, gather))
     with LLM(str(folder), num_blocks=8) as llm:
         said = [note for note in llm.load_notes if note.startswith("attention: ")]
         assert len(llm.generate("abc")[0].outputs[0].token_ids) > 0
     assert "not by kernels, slower instead" in said[0]
     assert ("decode_d64" in said[0]) == (fault == "compile")
     assert said[1].startswith("attention: gather")
-    monkeypatch.setattr(ops, "attention_paths", lambda _: (wrong,))
+    monkeypatch.setattr(build, "attention_paths", lambda _: (wrong,))
     with pytest.raises(UnsupportedModelError):
         LLM(str(folder), num_blocks=8)
 

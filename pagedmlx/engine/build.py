@@ -1,0 +1,176 @@
+"""Makes an Engine for a model in memory: attention path, pool, warm-up, then the scheduler."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import mlx.core as mx
+
+from pagedmlx.config import EngineConfig
+from pagedmlx.core.kv_manager import KVManager
+from pagedmlx.core.scheduler import Scheduler
+from pagedmlx.engine.engine import Engine
+from pagedmlx.engine.inputs import EngineLimits
+from pagedmlx.engine.load import ProgressCallback
+from pagedmlx.engine.memory import PoolPlan, device_memory_bytes, measure_headroom, plan_pool
+from pagedmlx.engine.runner import ModelRunner
+from pagedmlx.errors import InvalidRequestError, ModelLoadError, UnsupportedModelError
+from pagedmlx.kv.store import KVStore
+from pagedmlx.kv.writer import PoolWriter
+from pagedmlx.models.adapter import ModelAdapter
+from pagedmlx.models.loader import LoadedModel
+from pagedmlx.models.probe import probe_model, warm_up
+from pagedmlx.ops import attention_paths
+from pagedmlx.sampling.sampler import Sampler
+from pagedmlx.text.tokenizer import Tokenizer
+
+WARM_UP_CONTEXTS = (512, 4096, 32768)
+"""Lengths at which attention takes different kernels: whole, in chunks, in many chunks."""
+
+
+def build_engine(
+    loaded: LoadedModel,
+    tokenizer: Tokenizer,
+    config: EngineConfig,
+    *,
+    notes: tuple[str, ...] = (),
+    on_progress: ProgressCallback,
+) -> Engine:
+    """Make an engine for a loaded model, on this thread.
+
+    Args:
+        loaded: The model.
+        tokenizer: Its tokenizer.
+        config: Settings; the model's name in them is not looked at.
+        notes: Lines for the user that come before the engine's own.
+        on_progress: Told what is being done.
+
+    Raises:
+        UnsupportedModelError: No attention path gives the model's own logits.
+        InvalidRequestError: A setting asks for more than model or device have.
+        ModelLoadError: The device refuses the pool's memory.
+    """
+    with ExitStack() as undo:
+        on_progress("checking the model against mlx-lm", None)
+        adapter, writer, attention = _adapt(loaded, config, undo)
+        on_gpu = mx.default_device() == mx.Device(mx.gpu)
+        plan = plan_pool(
+            config,
+            adapter.layout,
+            parameter_bytes=loaded.parameter_bytes,
+            headroom_bytes=measure_headroom(adapter, config, writer),
+            device_bytes=device_memory_bytes(),
+            on_gpu=on_gpu,
+        )
+        limits = EngineLimits(
+            max_model_len=_max_model_len(config, loaded),
+            capacity_tokens=plan.capacity_tokens,
+            block_size=config.block_size,
+            vocab_size=adapter.vocab_size,
+        )
+        if on_gpu:
+            for done, context_len in enumerate(WARM_UP_CONTEXTS):
+                on_progress("compiling kernels", done / len(WARM_UP_CONTEXTS))
+                warm_up(adapter, writer, context_len)
+        on_progress("allocating the pool", None)
+        store = _allocate(adapter, plan, config, writer)
+        kv = KVManager(
+            adapter.layout.groups,
+            plan.num_blocks,
+            config.block_size,
+            enable_prefix_caching=config.enable_prefix_caching,
+            salts=(loaded.model_id, adapter.layout.dtype),
+        )
+        engine = Engine(
+            config,
+            Scheduler(kv, config),
+            ModelRunner(adapter, store, Sampler()),
+            tokenizer,
+            limits,
+            block_bytes=plan.block_bytes,
+            pool_bytes=plan.pool_bytes,
+            notes=(
+                f"device: {'GPU' if on_gpu else 'CPU'}, weights in {loaded.dtype}",
+                *notes,
+                *attention,
+                *_pool_notes(plan, limits),
+            ),
+        )
+        undo.pop_all()
+        return engine
+
+
+def _adapt(
+    loaded: LoadedModel, config: EngineConfig, undo: ExitStack
+) -> tuple[ModelAdapter, PoolWriter, list[str]]:
+    """Find the first attention path that gives the model's own logits.
+
+    Returns:
+        The model over that path, the path's writer, and lines for the user.
+
+    Raises:
+        UnsupportedModelError: None of them does.
+    """
+    paths = attention_paths(config.attention_backend)
+    notes: list[str] = []
+    for path in paths:
+        adapter = ModelAdapter(
+            loaded,
+            path.backend,
+            block_size=config.block_size,
+            kv_cache_dtype=config.kv_cache_dtype,
+        )
+        undo.enter_context(adapter)
+        try:
+            probe = probe_model(adapter, path.writer)
+        except UnsupportedModelError as error:
+            if path is paths[-1]:
+                raise
+            adapter.close()
+            notes.append(f"attention: not by {path.backend.name}, slower instead: {error}")
+            continue
+        notes.append(f"attention: {path.backend.name}; logits within {probe.error:.1g} of mlx-lm's")
+        return adapter, path.writer, notes
+    raise AssertionError("there is always a path")
+
+
+def _allocate(
+    adapter: ModelAdapter, plan: PoolPlan, config: EngineConfig, writer: PoolWriter
+) -> KVStore:
+    try:
+        return KVStore(adapter.layout, plan.num_blocks, config.pool_fill, writer)
+    except RuntimeError as error:  # MLX's word for memory that the device doesn't give
+        raise ModelLoadError(
+            f"the pool of {plan.pool_bytes} bytes can't be allocated: {error}",
+            hint="ask for fewer blocks or less memory",
+        ) from error
+
+
+def _pool_notes(plan: PoolPlan, limits: EngineLimits) -> list[str]:
+    notes = [
+        f"pool: {plan.num_blocks[0]} blocks of {limits.block_size} tokens, "
+        f"{plan.pool_bytes / 2**20:.0f} MiB"
+    ]
+    if limits.max_len < limits.max_model_len:
+        notes.append(
+            f"context: {limits.max_len} tokens, all that the pool holds "
+            f"(the model has {limits.max_model_len})"
+        )
+    return notes
+
+
+def _max_model_len(config: EngineConfig, loaded: LoadedModel) -> int:
+    own = loaded.max_model_len
+    if config.max_model_len is None:
+        if own is None:
+            raise InvalidRequestError(
+                "max_model_len",
+                f"{loaded.model_type}: the model's config doesn't say how long its context is",
+                hint="set --max-model-len",
+            )
+        return own
+    if own is not None and config.max_model_len > own:
+        raise InvalidRequestError(
+            "max_model_len", f"{config.max_model_len} is more than the model's {own}"
+        )
+    return config.max_model_len
