@@ -1,0 +1,353 @@
+"""A whole model through the engine on this GPU, beside mlx-lm's own generation in the same run.
+
+    python scripts/bench_model.py --json FILE [--model 8b|8b-4bit|FOLDER|GGUF] [--only logits,...]
+
+Sections: ``logits`` compares the kernels with the reference backend, on mixed batches; ``stream``
+is one stream at several contexts, milliseconds per token, with the host's and the device's share;
+``batch`` is 64 running sequences and the time for which the device waits between steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from pagedmlx.models.blas import load_fast_blas
+
+load_fast_blas()  # counts only before MLX is imported
+
+import mlx.core as mx  # noqa: E402
+import mlx.nn as nn  # noqa: E402
+import numpy as np  # noqa: E402
+from mlx.utils import tree_map  # noqa: E402
+from mlx_lm.generate import generate_step  # noqa: E402
+from mlx_lm.models import llama  # noqa: E402
+
+from pagedmlx.config import EngineConfig  # noqa: E402
+from pagedmlx.core.batch import BatchArrays, GroupArrays  # noqa: E402
+from pagedmlx.core.sampling_params import SamplingParams  # noqa: E402
+from pagedmlx.engine.build import build_engine  # noqa: E402
+from pagedmlx.engine.engine import Engine  # noqa: E402
+from pagedmlx.engine.outputs import Job  # noqa: E402
+from pagedmlx.kv.store import KVStore  # noqa: E402
+from pagedmlx.models.adapter import ModelAdapter  # noqa: E402
+from pagedmlx.models.loader import LoadedModel, load_model  # noqa: E402
+from pagedmlx.models.weights import named_parameters  # noqa: E402
+from pagedmlx.ops import AttentionPath, attention_paths  # noqa: E402
+from pagedmlx.ops.base import upload  # noqa: E402
+from scripts.report import save  # noqa: E402
+
+LLAMA_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+}
+CONTEXTS = (512, 4096, 16384, 32768)
+NUM_TOKENS = 96
+NUM_WARM = 24
+TOLERANCES = {"bfloat16": 3e-2, "float16": 1e-2, "float32": 1e-4}
+"""Largest difference between logits, as a share of the largest logit."""
+
+
+class NoText:
+    """Stands in for a tokenizer: random weights have nothing to say."""
+
+    eos_token_ids: frozenset[int] = frozenset()
+    special_token_ids: frozenset[int] = frozenset()
+    has_chat_template = False
+
+    def token_stream(self, **_: object) -> NoText:
+        """A stream that turns every token into nothing."""
+        return self
+
+    def push(self, _token: int) -> str:
+        """The text of one more token."""
+        return ""
+
+    def flush(self) -> str:
+        """The text that was held back."""
+        return ""
+
+
+def random_llama(bits: int | None) -> LoadedModel:
+    """A Llama of the 8B shape with random weights, in bfloat16 or quantised."""
+    mx.random.seed(0)
+    model = llama.Model(llama.ModelArgs.from_dict(LLAMA_8B))
+    # In place and layer by layer: the float32 weights that MLX makes first need not all exist.
+    model.update(
+        tree_map(
+            lambda a: (
+                mx.random.normal(a.shape, mx.bfloat16, scale=0.02)
+                if a.ndim > 1
+                else mx.ones(a.shape, mx.bfloat16)
+            ),
+            model.parameters(),
+        )
+    )
+    mx.eval(model.parameters())
+    if bits is not None:
+        nn.quantize(model, group_size=64, bits=bits)
+        mx.eval(model.parameters())
+    model.eval()
+    return LoadedModel(
+        model=model,
+        config=LLAMA_8B,
+        path=Path("random"),
+        model_type="llama",
+        max_model_len=LLAMA_8B["max_position_embeddings"],
+        eos_token_ids=frozenset(),
+        gguf_metadata=None,
+        dtype="bfloat16",
+        model_id=f"random-{bits}",
+        parameter_bytes=sum(a.nbytes for _, a in named_parameters(model)),
+    )
+
+
+# Logits: the kernels against the reference backend.
+
+
+def mixed_batches(vocab_size: int) -> Iterator[tuple[list[tuple[int, int]], np.ndarray]]:
+    """Steps over seven sequences: prompts in chunks of unlike lengths, then decode rows beside."""
+    generator = np.random.default_rng(1)
+    tokens = generator.integers(0, vocab_size, (7, 700))
+    yield [(0, 300), (0, 17), (0, 16), (0, 1), (0, 129), (0, 5), (0, 64)], tokens
+    yield [(300, 1), (17, 1), (16, 1), (1, 1), (129, 300), (5, 3), (64, 65)], tokens
+    yield [(301, 1), (18, 1), (17, 1), (2, 1), (429, 1), (8, 8), (129, 1)], tokens
+
+
+def run_path(loaded: LoadedModel, path: AttentionPath) -> list[np.ndarray]:
+    """Logits of every sequence's last row in each of the mixed batches."""
+    results = []
+    with ModelAdapter(loaded, path.backend, block_size=16) as adapter:
+        groups = adapter.layout.groups
+        store = KVStore(adapter.layout, (7 * 44,) * len(groups), float("nan"), path.writer)
+        tables = np.random.default_rng(2).permutation(7 * 44).reshape(7, 44).astype(np.int32)
+        for spans, tokens in mixed_batches(adapter.vocab_size):
+            batch = lay_out(spans, tokens, tables, len(groups))
+            logits = adapter.forward(upload(batch), store)
+            store.submit(logits)
+            results.append(np.array(logits.astype(mx.float32)))
+    return results
+
+
+def lay_out(
+    spans: Sequence[tuple[int, int]], tokens: np.ndarray, tables: np.ndarray, num_groups: int
+) -> BatchArrays:
+    """One step by hand, single rows first."""
+    order = sorted(range(len(spans)), key=lambda s: spans[s][1] > 1)
+    positions = [np.arange(spans[s][0], sum(spans[s])) for s in order]
+    counts = [spans[s][1] for s in order]
+    starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    rows = list(zip(order, positions, strict=True))
+    slots = [tables[s][p // 16].astype(np.int64) * 16 + p % 16 for s, p in rows]
+    group = GroupArrays(
+        slot_mapping=np.concatenate(slots),
+        block_tables=tables[order],
+        copy_src=np.empty(0, np.int32),
+        copy_dst=np.empty(0, np.int32),
+    )
+    return BatchArrays(
+        sequences=(),
+        num_decodes=counts.count(1),
+        token_ids=np.concatenate([tokens[s][p] for s, p in rows]).astype(np.int32),
+        positions=np.concatenate(positions).astype(np.int32),
+        query_start_loc=starts,
+        context_lens=np.array([sum(spans[s]) for s in order], np.int32),
+        sample_rows=starts[1:] - 1,
+        sample_sequences=(),
+        groups=(group,) * num_groups,
+    )
+
+
+def compare_logits(loaded: LoadedModel) -> dict[str, Any]:
+    """Largest difference of each step's logits, as a share of the largest logit."""
+    expected = run_path(loaded, attention_paths("reference")[0])
+    found = run_path(loaded, attention_paths("auto")[0])
+    errors = [
+        float(np.max(np.abs(a - b)) / np.max(np.abs(b)))
+        for a, b in zip(found, expected, strict=True)
+    ]
+    tolerance = TOLERANCES[loaded.dtype]
+    agree = [
+        float(np.mean(a.argmax(-1) == b.argmax(-1))) for a, b in zip(found, expected, strict=True)
+    ]
+    return {
+        "path": attention_paths("auto")[0].backend.name,
+        "errors": errors,
+        "tolerance": tolerance,
+        "same_most_likely_token": agree,
+        "passed": all(error <= tolerance for error in errors),
+    }
+
+
+# Speed.
+
+
+class Meter:
+    """Times an engine's steps, and what of each is spent waiting for the device."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.steps: list[float] = []
+        self.waits: list[float] = []
+        self._engine = engine
+        runner: Any = engine._runner
+        self._collect: Callable[[], Any] = runner.collect
+        self._wait = 0.0
+        runner.collect = self._timed_collect
+
+    def _timed_collect(self) -> Any:
+        start = time.perf_counter()
+        try:
+            return self._collect()
+        finally:
+            self._wait += time.perf_counter() - start
+
+    def step(self) -> None:
+        """One step of the engine, on the clock."""
+        self._wait = 0.0
+        start = time.perf_counter()
+        self._engine.step()
+        self.steps.append(time.perf_counter() - start)
+        self.waits.append(self._wait)
+
+    def last(self, count: int) -> dict[str, float]:
+        """Milliseconds of the last steps: all, waiting for the device, busy on the host."""
+        steps, waits = np.array(self.steps[-count:]), np.array(self.waits[-count:])
+        return {
+            "step_ms": float(steps.mean() * 1e3),
+            "wait_ms": float(waits.mean() * 1e3),
+            "host_ms": float((steps - waits).mean() * 1e3),
+            "steps_without_wait": float(np.mean(waits < 20e-6)),
+        }
+
+
+def make_engine(loaded: LoadedModel, num_tokens: int, **settings: Any) -> Engine:
+    """An engine whose pool holds that many tokens."""
+    config = EngineConfig(
+        num_blocks=num_tokens // 16 + 64,
+        prefill_chunk_size=2048,
+        max_num_batched_tokens=2048,
+        enable_prefix_caching=False,
+        **settings,
+    )
+    notes: list[str] = []
+    return build_engine(loaded, NoText(), config, on_progress=lambda what, _: notes.append(what))  # type: ignore[arg-type]
+
+
+def stream(loaded: LoadedModel) -> dict[str, Any]:
+    """One stream at each context, ours and mlx-lm's."""
+    vocab_size = int(loaded.config["vocab_size"])
+    rows: dict[str, Any] = {}
+    for context in CONTEXTS:
+        prompt = np.random.default_rng(context).integers(0, vocab_size, context).tolist()
+        theirs = time_mlx_lm(loaded.model, prompt)
+        ours = time_ours(loaded, [prompt])
+        rows[str(context)] = {
+            "pagedmlx": ours,
+            "mlx_lm_ms": theirs,
+            "ratio": ours["step_ms"] / theirs,
+        }
+        note(f"context {context}: {rows[str(context)]}")
+    return rows
+
+
+def time_mlx_lm(model: nn.Module, prompt: list[int]) -> float:
+    """Milliseconds per token of mlx-lm's own generation, after its first tokens."""
+    times: list[float] = []
+    start = 0.0
+    for index, _ in enumerate(generate_step(mx.array(prompt), model, max_tokens=NUM_TOKENS)):
+        now = time.perf_counter()
+        if index > NUM_WARM:
+            times.append(now - start)
+        start = now
+    mx.clear_cache()
+    return sum(times) / len(times) * 1e3
+
+
+def time_ours(loaded: LoadedModel, prompts: list[list[int]]) -> dict[str, float]:
+    """The same with the engine: greedy, all prompts at once."""
+    total = sum(len(prompt) + NUM_TOKENS for prompt in prompts)
+    engine = make_engine(loaded, total + 16 * len(prompts))
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    for prompt in prompts:
+        engine.add_request(Job(prompt_token_ids=prompt, sampling_params=params))
+    meter = Meter(engine)
+    while engine.has_unfinished:
+        before = engine.stats()
+        meter.step()
+        if before.num_waiting == 0 and before.num_output_tokens < len(prompts) * NUM_WARM:
+            meter.steps.clear()
+            meter.waits.clear()
+    # The last steps only take in what is under way.
+    meter.steps = meter.steps[:-2]
+    meter.waits = meter.waits[:-2]
+    result = meter.last(NUM_TOKENS - NUM_WARM - 4)
+    engine._scheduler.kv.reset_cache()
+    adapter: Any = engine._runner
+    adapter._adapter.close()
+    del engine, meter, adapter
+    mx.clear_cache()
+    return result
+
+
+def batch(loaded: LoadedModel) -> dict[str, Any]:
+    """64 sequences at once: does the device wait for the host?"""
+    vocab_size = int(loaded.config["vocab_size"])
+    generator = np.random.default_rng(3)
+    rows = {}
+    for context in (512, 2048):
+        prompts = [generator.integers(0, vocab_size, context).tolist() for _ in range(64)]
+        rows[f"64 x {context}"] = time_ours(loaded, prompts)
+        note(f"64 x {context}: {rows[f'64 x {context}']}")
+    return rows
+
+
+def note(line: str) -> None:
+    """Tell how far it is."""
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
+
+
+def main() -> int:
+    """Run the script."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", default="8b", help="8b, 8b-4bit, a folder or a GGUF file")
+    parser.add_argument("--json", required=True, metavar="FILE", help="report; - is stdout")
+    parser.add_argument("--only", default="logits,stream,batch", help="sections")
+    options = parser.parse_args()
+    match options.model:
+        case "8b":
+            loaded = random_llama(None)
+        case "8b-4bit":
+            loaded = random_llama(4)
+        case path:
+            loaded = load_model(path)
+    sections: dict[str, Callable[[LoadedModel], dict[str, Any]]] = {
+        "logits": compare_logits,
+        "stream": stream,
+        "batch": batch,
+    }
+    report: dict[str, Any] = {"model": options.model, "dtype": loaded.dtype}
+    for name in options.only.split(","):
+        report[name] = sections[name](loaded)
+        note(f"{name}: done")
+    save(report, options.json)
+    return 0 if report.get("logits", {"passed": True})["passed"] else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
