@@ -123,9 +123,6 @@ def _parse_object(text: str) -> dict[str, Any]:
         raise InvalidRequestError("JSON", f"can't be read: {error}") from error
     if not isinstance(value, dict):
         raise InvalidRequestError("JSON", "is not an object in braces")
-    unknown = sorted(value.keys() - _KEYS)
-    if unknown:
-        raise InvalidRequestError(unknown[0], "is not a known field")
     return {key: item for key, item in value.items() if item is not None}
 
 
@@ -137,6 +134,9 @@ def _id(fields: dict[str, Any], default: str) -> str:
 
 
 def _prompt(number: int, item_id: str, fields: dict[str, Any], base: SamplingParams) -> Prompt:
+    unknown = sorted(fields.keys() - _KEYS)
+    if unknown:
+        raise InvalidRequestError(unknown[0], "is not a known field")
     content = [key for key in _CONTENT if key in fields]
     if len(content) != 1:
         found = " and ".join(content) or "none"

@@ -89,13 +89,16 @@ def resume_rows(path: Path) -> set[str]:
         Ids of the rows that stay.
 
     Raises:
-        InvalidRequestError: A line in the middle is no row of ours.
+        InvalidRequestError: A line in the middle is no row of ours, or it is no file at all.
         PagedMLXError: Its folder can't be written.
     """
     path = path.resolve()
     check_writable(path)
     if not path.exists():
         return set()
+    if not path.is_file():
+        # Renaming over a device or a pipe would put a file in its place.
+        raise InvalidRequestError("--resume", f"{path} is not a regular file")
     done: set[str] = set()
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
@@ -122,7 +125,25 @@ def _row(line: bytes) -> Row | None:
         row = json.loads(line)
     except ValueError:
         return None
-    return row if isinstance(row, dict) and isinstance(row.get("id"), str) else None
+    if not isinstance(row, dict) or not isinstance(row.get("id"), str):
+        return None
+    # A file of prompts has ids too.
+    return row if "outputs" in row or "error" in row else None
+
+
+def write_whole(path: Path, content: str) -> None:
+    """Write a file, whole or not at all; what is no file, such as a pipe, is written to."""
+    if path.exists() and not path.is_file():
+        path.write_text(content, encoding="utf-8")
+        return
+    path = path.resolve()
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        new.write_text(content, encoding="utf-8")
+        os.replace(new, path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
 
 
 def check_writable(path: Path) -> None:

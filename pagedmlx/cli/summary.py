@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pagedmlx.cli import render
+from pagedmlx.cli.results import write_whole
 
 if TYPE_CHECKING:
     from pagedmlx.llm import LLM
@@ -97,6 +99,4 @@ def write_summary(summary: Summary, target: str) -> None:
     if target == "-":
         render.json_line({"summary": summary})
         return
-    with open(target, "w", encoding="utf-8") as file:
-        json.dump(summary, file, indent=2)
-        file.write("\n")
+    write_whole(Path(target), json.dumps(summary, indent=2) + "\n")

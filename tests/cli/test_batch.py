@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,33 @@ def test_resume_refuses_a_file_that_is_not_ours(
     assert "line 1 is not a row of this command" in result.err
     assert target.read_text() == "my notes\n"
     assert [path.name for path in tmp_path.glob(".notes*")] == []
+
+
+def test_resume_refuses_the_file_of_prompts(cli: Cli, model: str, prompts: Path) -> None:
+    write(prompts, {"id": "a", "prompt": "x"})
+    before = prompts.read_text()
+    result = cli("generate", model, "--prompts-file", prompts, "--output", prompts, "--resume")
+    assert result.code == 2
+    assert "line 1 is not a row of this command" in result.err
+    assert prompts.read_text() == before
+
+
+def test_resume_leaves_what_is_no_regular_file_as_it_is(
+    cli: Cli, model: str, prompts: Path, tmp_path: Path
+) -> None:
+    write(prompts, {"prompt": "x"})
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    result = cli("generate", model, "--prompts-file", prompts, "--output", pipe, "--resume")
+    assert result.code == 2
+    assert "pipe is not a regular file" in result.err
+    assert pipe.is_fifo()
+
+
+def test_a_row_with_an_unknown_field_keeps_its_id(cli: Cli, model: str, prompts: Path) -> None:
+    write(prompts, {"id": "a", "prompt": "x", "temperatur": 1})
+    row = json.loads(cli("generate", model, "--prompts-file", prompts, "--json").out.split("\n")[0])
+    assert row["id"] == "a"
 
 
 @pytest.mark.parametrize(

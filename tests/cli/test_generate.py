@@ -110,6 +110,7 @@ def test_the_summary_can_go_to_a_file_or_stdout(cli: Cli, model: str, tmp_path: 
     value = json.loads(cli("generate", model, "hi", "--json", "--stats-json", target).out)
     assert "summary" not in value
     assert json.loads(target.read_text())["engine"]["num_blocks"] == 100
+    assert [path.name for path in tmp_path.iterdir() if "stats" in path.name] == ["stats.json"]
     answer, summary = cli("generate", model, "hi", "--stats-json", "-").out.splitlines()
     assert answer == "USER: HI"
     assert json.loads(summary)["summary"]["num_prompts"] == 1
