@@ -62,6 +62,7 @@ def open_llm(wishes: Wishes) -> Iterator[LLM]:
     from pagedmlx.llm import LLM
 
     with render.meter(shown=not quiet) as meter:
+        meter.stage("starting")
         llm = LLM(config=config, on_progress=meter.stage)
     with llm:
         if not quiet:

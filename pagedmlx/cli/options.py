@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -194,9 +196,13 @@ def with_engine_and_sampling(command: Callable[..., None]) -> Callable[..., None
         parameters.append(flag.parameter(default))
 
     def run(ctx: typer.Context, **values: Any) -> None:
-        config = _build(EngineConfig, ENGINE_FLAGS, values, ctx)
-        params = _build(SamplingParams, SAMPLING_FLAGS, values, ctx)
-        command(ctx, config=config, params=params, **values)
+        if _source("stop", ctx) == "ENVIRONMENT":
+            # Typer would split it at spaces; a stop string may well have some.
+            values["stop"] = [os.environ["PAGEDMLX_STOP"]]
+        with _named_as_given(ctx):
+            config = _build(EngineConfig, ENGINE_FLAGS, values)
+            params = _build(SamplingParams, SAMPLING_FLAGS, values)
+            command(ctx, config=config, params=params, **values)
 
     run.__name__, run.__doc__ = command.__name__, command.__doc__
     signature = own.replace(parameters=parameters)
@@ -209,10 +215,15 @@ def _defaults(cls: type) -> dict[str, object]:
     return {field.name: field.default for field in dataclasses.fields(cls)}
 
 
-def _build(cls: type, flags: tuple[Flag, ...], values: dict[str, Any], ctx: typer.Context) -> Any:
-    chosen = {flag.field: values.pop(flag.field) for flag in flags}
+def _build(cls: type, flags: tuple[Flag, ...], values: dict[str, Any]) -> Any:
+    return cls(**{flag.field: values.pop(flag.field) for flag in flags})
+
+
+@contextmanager
+def _named_as_given(ctx: typer.Context) -> Iterator[None]:
+    """Errors about a setting name the flag, variable or key that it came from."""
     try:
-        return cls(**chosen)
+        yield
     except InvalidRequestError as error:
         name = origin(error.field, ctx)
         if name is None:
@@ -234,11 +245,15 @@ def origin(field: str, ctx: typer.Context) -> str | None:
     flag = next((flag for flag in SHARED_FLAGS if flag.field == field), None)
     if flag is None:
         return None
-    # By its name, since typer keeps the enumeration private.
-    source = getattr(ctx.get_parameter_source(field), "name", "")
+    source = _source(field, ctx)
     if source == "ENVIRONMENT":
         return flag.variable
     return f"{flag.key} in the config file" if source == "DEFAULT_MAP" else f"--{flag.key}"
+
+
+def _source(field: str, ctx: typer.Context) -> str:
+    # By its name, since typer keeps the enumeration private.
+    return getattr(ctx.get_parameter_source(field), "name", "")
 
 
 def config_defaults(settings: Mapping[str, object]) -> dict[str, object]:

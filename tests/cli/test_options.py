@@ -13,6 +13,7 @@ from pagedmlx.config import EngineConfig
 from pagedmlx.core.sampling_params import SamplingParams
 from pagedmlx.errors import InvalidRequestError
 from tests.cli.conftest import Cli
+from tests.support import fake_llm
 
 
 @pytest.mark.parametrize(
@@ -145,3 +146,31 @@ def test_a_bad_variable_is_told_by_its_name(
     result = cli("generate", model, "hi")
     assert result.code == 2
     assert "error: PAGEDMLX_BLOCK_SIZE: 'x' is not a whole number" in result.err
+
+
+def test_a_stop_string_in_a_variable_may_have_spaces(
+    cli: Cli, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[tuple[str, ...]] = []
+
+    def note(_: object, __: object, params: SamplingParams) -> None:
+        given.append(params.stop)
+        raise InvalidRequestError("prompt", "was seen")
+
+    monkeypatch.setattr(fake_llm.LLM, "stream", note)
+    monkeypatch.setenv("PAGEDMLX_STOP", "own fox")
+    cli("generate", model, "hi")
+    cli("generate", model, "hi", "--stop", "a", "--stop", "b c")
+    assert given == [("own fox",), ("a", "b c")]
+
+
+def test_a_setting_that_only_the_model_can_refuse_is_told_by_its_flag(
+    cli: Cli, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise InvalidRequestError("num_blocks", "leaves no room")
+
+    monkeypatch.setattr(fake_llm.LLM, "stream", refuse)
+    assert "error: --num-blocks: leaves no room" in cli("generate", model, "hi").err
+    monkeypatch.setenv("PAGEDMLX_NUM_BLOCKS", "9")
+    assert "error: PAGEDMLX_NUM_BLOCKS: leaves no room" in cli("generate", model, "hi").err
