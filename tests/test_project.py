@@ -64,6 +64,10 @@ def test_importing_the_package_and_its_values_loads_no_heavy_library():
     assert run_python("-c", code).strip() == "[]"
 
 
+def test_the_package_runs_as_a_module():
+    assert run_python("-m", "pagedmlx", "--version") == f"pagedmlx {pagedmlx.__version__}\n"
+
+
 def test_imports_keep_to_the_layers():
     code = "from importlinter.cli import lint_imports_command as run; run()"
     assert "0 broken" in run_python("-c", code, "--no-cache")
