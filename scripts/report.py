@@ -43,6 +43,9 @@ def save(report: dict[str, Any], target: str) -> None:
         sys.stdout.write(text)
         return
     path = Path(target)
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")  # a pipe or a device must stay what it is
+        return
     with tempfile.NamedTemporaryFile(
         "w", dir=path.parent, prefix=f".{path.name}.", delete=False, encoding="utf-8"
     ) as file:
