@@ -21,15 +21,27 @@ typedef __nv_bfloat16 bfloat16_t;
 #define thread_index_in_simdgroup (threadIdx.x & 31u)
 #define simdgroup_index_in_threadgroup (threadIdx.x >> 5)
 
+METAL_FUNC float word_element(uint word, int i, float) { return __uint_as_float(word); }
+METAL_FUNC float word_element(uint word, int i, __half) {
+  return __half2float(__ushort_as_half(ushort(i == 0 ? word : word >> 16)));
+}
+METAL_FUNC float word_element(uint word, int i, __nv_bfloat16) {
+  return __uint_as_float(i == 0 ? word << 16 : word & 0xffff0000u);
+}
+
+// Kept in whole words: elements of 16 bits would take a register each.
 template <typename T, int N>
 struct alignas(sizeof(T) * N) vec {
-  T elements[N];
+  static constexpr int PER_WORD = 4 / sizeof(T);
+  uint words[N / PER_WORD];
   vec() = default;
-  __device__ __forceinline__ explicit vec(T value) {
-    UNROLL for (int i = 0; i < N; ++i) elements[i] = value;
+  // Of zero only; nothing else is asked for.
+  METAL_FUNC explicit vec(T) {
+    UNROLL for (int i = 0; i < N / PER_WORD; ++i) words[i] = 0;
   }
-  __device__ __forceinline__ T& operator[](int i) { return elements[i]; }
-  __device__ __forceinline__ const T& operator[](int i) const { return elements[i]; }
+  METAL_FUNC float operator[](int i) const {
+    return word_element(words[i / PER_WORD], i % PER_WORD, T());
+  }
 };
 
 template <typename T>

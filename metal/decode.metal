@@ -94,8 +94,8 @@ vec<KT, VW> v[U][VJ];
 
 #define FIND(tile)                                                                     \
   UNROLL for (int r = 0; r < RUNS; ++r) {                                              \
-    const int position = (tile) + r * RUN;                                             \
-    const long id = table[min(max(position / BS, first_block), last_block)];           \
+    const uint position = uint((tile) + r * RUN);                                      \
+    const long id = table[min(max(int(position / BS), first_block), last_block)];      \
     places[r] = SLOT_MAJOR ? (id * BS + position % BS) * H + kv_head                   \
                            : (id * H + kv_head) * BS + position % BS;                  \
   }

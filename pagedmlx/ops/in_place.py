@@ -27,7 +27,7 @@ class InPlaceWriter:
     def __init__(self, launcher: Launcher) -> None:
         self._launch = launcher
         self._slots: tuple[mx.array, mx.array] | None = None
-        self._variants: dict[tuple[object, ...], WriteVariant] = {}
+        self._variants: dict[int, tuple[LayerPool, mx.Dtype, WriteVariant]] = {}
 
     def first_token(self) -> mx.array:
         """See ``PoolWriter.first_token``."""
@@ -107,11 +107,12 @@ class InPlaceWriter:
         return token
 
     def _variant(self, pool: LayerPool, keys: mx.array) -> WriteVariant:
-        key = (pool.keys.shape[1:], pool.values.shape[-1], pool.keys.dtype, keys.dtype, pool.order)
-        variant = self._variants.get(key)
-        if variant is None:
-            variant = WriteVariant(pool_shape(pool), dtype_name(keys.dtype))
-            self._variants[key] = variant
+        # By identity, which is quick; the pool is kept, so that no other takes its place.
+        known = self._variants.get(id(pool))
+        if known is not None and known[1] == keys.dtype:
+            return known[2]
+        variant = WriteVariant(pool_shape(pool), dtype_name(keys.dtype))
+        self._variants[id(pool)] = (pool, keys.dtype, variant)
         return variant
 
     def _padded(self, slots: mx.array) -> mx.array:

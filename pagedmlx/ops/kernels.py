@@ -287,8 +287,9 @@ def unsupported(pool: PoolShape, factor: int) -> str | None:
         factor: Query heads that share a KV head.
     """
     for name, head_dim in (("K", pool.k_head_dim), ("V", pool.v_head_dim)):
-        if head_dim % 4 or not 4 <= head_dim <= 512:
-            return f"head size {head_dim} of {name} must be a multiple of 4 and at most 512"
+        # MLX declares an array of fewer than 8 elements, such as one row, differently.
+        if head_dim % 4 or not 8 <= head_dim <= 512:
+            return f"head size {head_dim} of {name} must be a multiple of 4 from 8 to 512"
     if pool.block_size & (pool.block_size - 1):
         return f"block size {pool.block_size} must be a power of two"
     if factor < 1:

@@ -14,6 +14,8 @@ ITEM = 8
 MERGE_ROW = 4
 MIN_CHUNK = 64
 MAX_CHUNK = 2048
+SHORT = 512
+"""Sequences up to here are better left whole than merged, once there are enough of them."""
 UNLIMITED = 1 << 30
 """Stands for no window."""
 
@@ -44,6 +46,9 @@ def choose_chunk(lows: Int32Array, ends: Int32Array, groups_per_item: int, wave:
         groups_per_item: Threadgroups of one item.
         wave: Threadgroups that the device runs at once.
     """
+    short = (ends - lows).max() <= SHORT
+    if short and len(ends) * groups_per_item * 8 >= wave:
+        return MAX_CHUNK
     chunk = MIN_CHUNK
     while chunk < MAX_CHUNK and _counts(lows, ends, chunk).sum() * groups_per_item > wave:
         chunk *= 2
