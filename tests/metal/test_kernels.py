@@ -13,7 +13,8 @@ import pytest
 from pagedmlx.kv.layout import AxisOrder
 from pagedmlx.ops.base import AttentionParams
 from pagedmlx.ops.in_place import InPlaceWriter
-from pagedmlx.ops.kernels import KernelBackend
+from pagedmlx.ops.kernels import KernelBackend, unsupported
+from pagedmlx.ops.variants import PoolShape
 from tests.metal.cases import FIRST, Variant, covering_variants, every_variant
 from tests.metal.check import check
 from tests.metal.launcher import FiberLauncher, RecordingLauncher
@@ -82,6 +83,24 @@ def test_both_forms_of_a_small_array_are_checked():
         if buffer.name == "sinks"
     }
     assert spaces == {"constant", "device"}
+    assert not any(check(source).errors for source in recorder.sources)
+
+
+@pytest.mark.parametrize("head_dims", [(8, 8), (12, 20), (72, 40), (324, 100)], ids=str)
+@pytest.mark.parametrize("split", [False, True])
+def test_any_multiple_of_four_is_a_head_size(head_dims, split):
+    variant = replace(SMALL, head_dims=head_dims, split=split, dtype="bfloat16")
+    assert variant.deviation(FiberLauncher()) < MAX_DEVIATION
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_one_row_of_the_smallest_head_passes_the_strict_check(dtype):
+    smallest = next(
+        size for size in range(4, 64) if unsupported(PoolShape(dtype, 1, size, size, 16), 1) is None
+    )
+    variant = replace(SMALL, dtype=dtype, head_dims=(smallest, smallest), num_kv_heads=1, factor=1)
+    recorder = RecordingLauncher()
+    variant.make_case(recorder).attend(variant.backend(recorder), variant.params())
     assert not any(check(source).errors for source in recorder.sources)
 
 
