@@ -11,7 +11,6 @@ from pagedmlx.core.batch import NO_BLOCK, BatchArrays
 from pagedmlx.kv.store import KVStore
 from pagedmlx.ops.base import AttentionParams
 from pagedmlx.ops.gather import attend_gathered
-from pagedmlx.ops.in_place import pool_shape
 from pagedmlx.ops.launch import Launch, Launcher
 from pagedmlx.ops.reference import visible
 from pagedmlx.ops.variants import GatherVariant
@@ -30,6 +29,7 @@ class Chunk:
         num_tokens: N, the tokens that any of its rows sees.
         seen: (L, N) booleans.
         mask: ``seen`` in the cheapest form that MLX's attention takes.
+        variant: The kernel that gathers.
     """
 
     plan: mx.array
@@ -37,10 +37,11 @@ class Chunk:
     num_tokens: int
     seen: mx.array
     mask: mx.array | str
+    variant: GatherVariant
 
 
 def plan_chunk(
-    host: BatchArrays, index: int, group: int, window: int | None, block_size: int
+    host: BatchArrays, index: int, group: int, window: int | None, variant: GatherVariant
 ) -> Chunk:
     """What the rows of one sequence of a step read.
 
@@ -49,19 +50,19 @@ def plan_chunk(
         index: The sequence.
         group: The KV group.
         window: Tokens that a query sees; None is all.
-        block_size: Tokens in one block.
+        variant: The kernel that gathers.
     """
     end = int(host.context_lens[index])
     first = end - int(host.query_start_loc[index + 1] - host.query_start_loc[index])
     low = 0 if window is None else max(first - window + 1, 0)
-    table = host.groups[group].block_tables[index, : -(-end // block_size)]
+    table = host.groups[group].block_tables[index, : -(-end // variant.pool.block_size)]
     plan = np.zeros(_HEADER + 2 + len(table), dtype=np.int32)
     plan[:4] = 1, end - low, len(table), _HEADER + 2
     plan[_HEADER : _HEADER + 2] = low, end - low
     plan[_HEADER + 2 :] = np.where(table == NO_BLOCK, 0, table)
     seen = visible(mx.arange(first, end), mx.arange(low, end), window)
     mask = "causal" if window is None or end <= window else seen
-    return Chunk(mx.array(plan), end - first, end - low, seen, mask)
+    return Chunk(mx.array(plan), end - first, end - low, seen, mask, variant)
 
 
 def attend_chunk(
@@ -86,11 +87,11 @@ def attend_chunk(
         (L, num_heads, v_head_dim) in the type of ``queries``.
     """
     pool, token = store.bind(layer)
-    shape = pool_shape(pool)
+    shape = chunk.variant.pool
     rows = shape.num_kv_heads * chunk.num_tokens
     keys, values = launcher(
         Launch(
-            GatherVariant(shape).kernel,
+            chunk.variant.kernel,
             [pool.keys, pool.values, chunk.plan, token],
             rows * shape.row_vectors,
             _THREADS,

@@ -27,7 +27,13 @@ from pagedmlx.ops.prefill import (
     prefill_variant,
     takes_kernel,
 )
-from pagedmlx.ops.variants import MAX_ROWS, DecodeVariant, MergeVariant, PoolShape
+from pagedmlx.ops.variants import (
+    MAX_ROWS,
+    DecodeVariant,
+    GatherVariant,
+    MergeVariant,
+    PoolShape,
+)
 from pagedmlx.ops.worklist import choose_chunk, fixed_chunks, make_work_list
 
 DEFAULT_WAVE = 528
@@ -64,6 +70,7 @@ class KernelBackend:
         self._deterministic = deterministic
         self._prefill = PrefillPath(prefill)
         self._prefills: dict[DecodeVariant, PrefillVariant] = {}
+        self._gathers: dict[PoolShape, GatherVariant] = {}
         self._batch: PagedBatch | None = None
         self._plans: dict[tuple[int, int | None, int], _Plan] = {}
         self._layers: dict[int, tuple[object, DecodeVariant]] = {}
@@ -158,8 +165,9 @@ class KernelBackend:
                 for launch in plan_prefill(host, many, group, window, variant):
                     add(launch)
         else:
+            gather = self._gathers.setdefault(base.pool, GatherVariant(base.pool))
             for sequence in many:
-                add(plan_chunk(host, int(sequence), group, window, base.pool.block_size))
+                add(plan_chunk(host, int(sequence), group, window, gather))
         sequences = np.concatenate([single, few, many])
         flat = np.concatenate([np.arange(*host.query_start_loc[s : s + 2]) for s in sequences])
         if np.array_equal(flat, np.arange(len(flat))):
