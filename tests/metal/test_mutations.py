@@ -15,7 +15,7 @@ SPLIT = replace(WHOLE, split=True)
 LONG = replace(SPLIT, window=None, chunks=18)
 
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
-BLOCK = "min(max(position / BS, first_block), last_block)"
+BLOCK = "first_block), last_block)"
 WRONG = (WRONG_RESULT,)
 OUTSIDE = ("out_of_bounds",)
 STRICT = (STRICT_CHECK,)
@@ -40,7 +40,7 @@ FAULTS: list[tuple[Mutation, Variant, tuple[str, ...]]] = [
     ),
     (Mutation("decode", "wrong index", BLOCK, f"{BLOCK} ^ 1"), WHOLE, WRONG),
     (Mutation("decode", "wrong head", "id * H + kv_head", "id * H"), WHOLE, WRONG),
-    (Mutation("decode", "beyond the table", BLOCK, "position / BS + 1000"), WHOLE, OUTSIDE),
+    (Mutation("decode", "beyond the table", BLOCK, f"{BLOCK} + 1000"), WHOLE, OUTSIDE),
     (Mutation("decode", "missing barrier", BARRIER, ""), WHOLE, RACE),
     (
         Mutation("decode", "barrier too small", BARRIER, BARRIER.replace("thread", "simd", 1)),
