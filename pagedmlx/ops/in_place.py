@@ -28,6 +28,7 @@ class InPlaceWriter:
         self._launch = launcher
         self._slots: tuple[mx.array, mx.array] | None = None
         self._variants: dict[int, tuple[LayerPool, mx.Dtype, WriteVariant]] = {}
+        self._copy_variants: dict[PoolShape, CopyVariant] = {}
 
     def first_token(self) -> mx.array:
         """See ``PoolWriter.first_token``."""
@@ -75,7 +76,7 @@ class InPlaceWriter:
         for pool in pools:
             token = self._launch(
                 Launch(
-                    CopyVariant(pool_shape(pool)).kernel,
+                    self._copies(pool).kernel,
                     [pool.keys, pool.values, uploaded, token],
                     len(pairs) * COPY_THREADS,
                     COPY_THREADS,
@@ -114,6 +115,10 @@ class InPlaceWriter:
         variant = WriteVariant(pool_shape(pool), dtype_name(keys.dtype))
         self._variants[id(pool)] = (pool, keys.dtype, variant)
         return variant
+
+    def _copies(self, pool: LayerPool) -> CopyVariant:
+        shape = pool_shape(pool)
+        return self._copy_variants.setdefault(shape, CopyVariant(shape))
 
     def _padded(self, slots: mx.array) -> mx.array:
         """The slots with at least 8 elements; made once for all layers of a step."""

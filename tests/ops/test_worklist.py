@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagedmlx.ops.worklist import (
+    HEADER,
+    ITEM,
+    MAX_CHUNK,
+    MERGE_ROW,
+    MIN_CHUNK,
+    UNLIMITED,
+    bucket,
+    choose_chunk,
+    fixed_chunks,
+    make_work_list,
+)
+
+SPANS = st.lists(
+    st.tuples(st.integers(0, 3000), st.integers(1, 3000), st.integers(1, 8)), min_size=1, max_size=9
+)
+
+
+@settings(max_examples=60)
+@given(spans=SPANS, chunk=st.sampled_from([64, 128, 1024, 2048]), window=st.none() | st.just(37))
+def test_every_token_is_in_one_item_and_every_row_merges_its_own_items(
+    spans: list[tuple[int, int, int]], chunk: int, window: int | None
+) -> None:
+    lows = np.array([low for low, _, _ in spans], np.int32)
+    ends = lows + np.array([length for _, length, _ in spans], np.int32)
+    num_rows = np.array([rows for _, _, rows in spans], np.int32)
+    tables = np.arange(len(spans) * 5, dtype=np.int32).reshape(len(spans), 5)
+    work = make_work_list(num_rows, lows, ends, tables, chunk, window)
+    num_items, seen_window, merge_at, total_rows = work.plan[:4].tolist()
+    assert num_items <= work.num_items
+    assert seen_window == (UNLIMITED if window is None else window)
+    assert total_rows == work.num_rows == num_rows.sum()
+
+    items = work.plan[HEADER : HEADER + ITEM * num_items].reshape(num_items, ITEM)
+    first_rows = np.cumsum(num_rows) - num_rows
+    covered = {int(row): [] for row in first_rows}
+    for place, (row, rows, start, end, context_len, table, partial, _) in enumerate(items.tolist()):
+        sequence = int(np.flatnonzero(first_rows == row)[0])
+        assert (rows, context_len, partial) == (num_rows[sequence], ends[sequence], place)
+        assert start < end <= start // chunk * chunk + chunk
+        assert np.array_equal(work.plan[table : table + 5], tables[sequence])
+        covered[row].append((start, end, place))
+    merges = work.plan[merge_at : merge_at + MERGE_ROW * total_rows].reshape(-1, MERGE_ROW)
+    for sequence, row in enumerate(first_rows.tolist()):
+        parts = covered[row]
+        edges = [lows[sequence], *(end for _, end, _ in parts)]
+        assert [start for start, _, _ in parts] == edges[:-1]
+        assert edges[-1] == ends[sequence]
+        assert len(parts) <= work.max_chunks
+        for index in range(num_rows[sequence]):
+            assert merges[row + index].tolist() == [parts[0][2], len(parts), index, 0]
+
+
+def test_blocks_that_are_not_there_become_valid_ids() -> None:
+    tables = np.array([[3, -1, -1]], np.int32)
+    plan = make_work_list(*_one_row([16]), tables, 64, None).plan
+    assert plan.min() >= 0
+
+
+def test_chunks_are_the_shortest_that_run_at_once() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        ends = rng.integers(513, 40_000, rng.integers(1, 40)).astype(np.int32)
+        lows = np.zeros_like(ends)
+        chunk = choose_chunk(lows, ends, 8, 528)
+        counts = {size: int((-(-ends // size)).sum()) * 8 for size in (chunk, chunk // 2)}
+        assert counts[chunk] <= 528 or chunk == MAX_CHUNK
+        assert counts[chunk // 2] > 528 or chunk == MIN_CHUNK
+
+
+def test_enough_short_sequences_are_left_whole_and_a_single_one_is_cut() -> None:
+    for count, whole in ((16, True), (1, False)):
+        _, lows, ends = _one_row([512] * count)
+        assert (choose_chunk(lows, ends, 8, 528) >= 512) == whole
+
+
+def test_fixed_chunks_depend_on_each_sequence_alone() -> None:
+    _, lows, ends = _one_row([1, 100, 4096, 17_000, 200_000])
+    together = fixed_chunks(lows, ends)
+    alone = [fixed_chunks(lows[i : i + 1], ends[i : i + 1])[0] for i in range(len(ends))]
+    assert together.tolist() == alone == [128, 128, 256, 1024, 1024]
+
+
+def test_few_sizes_occur() -> None:
+    sizes = {bucket(count) for count in range(1, 10_000)}
+    assert len(sizes) < 100
+    assert all(count <= bucket(count) <= count * 9 / 8 for count in range(1, 10_000))
+
+
+def _one_row(lengths: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rows, lows and ends of sequences with one row each."""
+    ends = np.array(lengths, np.int32)
+    return np.ones_like(ends), np.zeros_like(ends), ends
