@@ -1,0 +1,235 @@
+"""Whether the kernels are right on this GPU: variants, long contexts, and the order of writes.
+
+python scripts/check_kernels.py --json FILE [--full] [--jobs N]    (- is stdout)
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+import mlx.core as mx  # noqa: E402
+import numpy as np  # noqa: E402
+import numpy.typing as npt  # noqa: E402
+from report import save  # noqa: E402
+
+from pagedmlx.core.groups import KVGroup, KVGroupKind  # noqa: E402
+from pagedmlx.kv.layout import KVLayout, LayerShape  # noqa: E402
+from pagedmlx.kv.store import KVStore  # noqa: E402
+from pagedmlx.kv.writer import LayerPool, PoolWriter  # noqa: E402
+from pagedmlx.ops.base import AttentionParams, upload  # noqa: E402
+from pagedmlx.ops.in_place import InPlaceWriter  # noqa: E402
+from pagedmlx.ops.kernels import KernelBackend  # noqa: E402
+from pagedmlx.ops.launch import MLXLauncher, gpu_platform  # noqa: E402
+from tests.metal.cases import covering_variants, every_variant  # noqa: E402
+from tests.support.attention import TOLERANCES, make_case  # noqa: E402
+from tests.support.batches import make_batch  # noqa: E402
+
+BORDERS = (1, 15, 16, 17, 255, 256, 257, 1023, 1024, 1025, 4095, 4096, 4097, 16383, 17000)
+TOKEN_STEPS = 100
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Check the kernels against float64.")
+    parser.add_argument("--json", required=True, metavar="FILE", help="result file; - is stdout")
+    parser.add_argument("--full", action="store_true", help="every variant, not a covering set")
+    parser.add_argument("--jobs", type=int, default=4, help="processes that compile and run")
+    options = parser.parse_args()
+    if gpu_platform() is None:
+        sys.exit("check_kernels.py: the default device is no GPU")
+    sections: dict[str, Callable[[], dict[str, Any]]] = {
+        "token": check_token,
+        "long": check_long,
+        "ragged": check_ragged,
+        "variants": lambda: check_variants(options.full, options.jobs),
+    }
+    result: dict[str, Any] = {"device": {k: str(v) for k, v in mx.device_info().items()}}
+    for name, section in sections.items():
+        start = time.perf_counter()
+        result[name] = section()
+        seconds = time.perf_counter() - start
+        summary = {key: value for key, value in result[name].items() if key != "deviations"}
+        print(f"{name} ({seconds:.0f} s): {summary}", file=sys.stderr, flush=True)
+    result["ok"] = all(result[name]["ok"] for name in sections)
+    save(result, options.json)
+    sys.exit(not result["ok"])
+
+
+def check_variants(full: bool, jobs: int) -> dict[str, Any]:
+    """Each variant over lengths around the borders of blocks and chunks, NaN in dead slots."""
+    count = len(every_variant() if full else covering_variants())
+    # A process has its own launcher, so it takes many variants.
+    parts = [(full, list(range(start, count, jobs))) for start in range(jobs)]
+    deviations: dict[str, float | str] = {}
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        for part in pool.map(_deviations, parts):
+            deviations |= part
+    bad = {
+        name: value
+        for name, value in deviations.items()
+        if isinstance(value, str) or not value <= 1.0
+    }
+    worst = max((v for v in deviations.values() if isinstance(v, float)), default=None)
+    return {
+        "ok": not bad,
+        "checked": len(deviations),
+        "worst_share_of_tolerance": worst,
+        "bad": bad,
+        "deviations": deviations,
+    }
+
+
+def _deviations(part: tuple[bool, list[int]]) -> dict[str, float | str]:
+    full, indexes = part
+    variants = every_variant() if full else covering_variants()
+    launcher = _launcher()
+    found: dict[str, float | str] = {}
+    for index in indexes:
+        try:
+            found[str(variants[index])] = round(variants[index].deviation(launcher), 4)
+        except Exception as error:  # one variant that doesn't compile must not hide the others
+            found[str(variants[index])] = f"{type(error).__name__}: {error}"[:400]
+    return found
+
+
+def check_long() -> dict[str, Any]:
+    """Contexts around the lengths at which anything switches, together and with a window."""
+    launcher = _launcher()
+    spans = [(length - 1, 1) for length in BORDERS]
+    heads: dict[str, Any] = {"k_head_dim": 128, "v_head_dim": 128, "factor": 4}
+    errors = {}
+    for dtype in TOLERANCES:
+        case = make_case(spans, dtype=dtype, writer=InPlaceWriter(launcher), **heads)
+        for window in (None, 1000):
+            params = AttentionParams(scale=128**-0.5, window=window)
+            for fixed in (False, True):
+                backend = KernelBackend(launcher, deterministic=fixed)
+                error = np.abs(case.attend(backend, params) - case.expected(params)).max()
+                errors[f"{dtype} window {window} fixed {fixed}"] = float(error)
+    limits = {name: TOLERANCES[name.split(maxsplit=1)[0]] for name in errors}
+    return {"ok": all(errors[n] <= limits[n] for n in errors), "errors": errors}
+
+
+def check_ragged() -> dict[str, Any]:
+    """33 sequences of unequal lengths, some with several rows."""
+    launcher, rng = _launcher(), np.random.default_rng(1)
+    lengths = rng.integers(9, 2500, 33)
+    rows = sorted(rng.choice([1, 1, 1, 2, 5, 8], 33).tolist())
+    spans = [(int(length) - n, n) for length, n in zip(lengths, rows, strict=True)]
+    case = make_case(
+        spans,
+        k_head_dim=128,
+        v_head_dim=128,
+        factor=4,
+        dtype="bfloat16",
+        writer=InPlaceWriter(launcher),
+    )
+    params = AttentionParams(scale=128**-0.5)
+    output, expected = case.attend(KernelBackend(launcher), params), case.expected(params)
+    error = float(np.abs(output - expected).max())
+    return {"ok": error <= TOLERANCES["bfloat16"], "error": error}
+
+
+def check_token() -> dict[str, Any]:
+    """A chain of writes and reads is right with the token and, so that this says anything, wrong
+    without it, for a reader that is a kernel of ours and for one that is an operation of MLX.
+    """
+    found = {
+        f"{reader} {mode} {'with' if token else 'without'}": _count_up(reader, mode, token)
+        for reader in ("attention", "mlx gather")
+        for mode in ("lazy", "async", "sync")
+        for token in (True, False)
+    }
+    right = all(value == TOKEN_STEPS for name, value in found.items() if name.endswith(" with"))
+    wrong = {name for name, value in found.items() if value != TOKEN_STEPS}
+    seen = {name.rsplit(maxsplit=2)[0] for name in wrong} == {"attention", "mlx gather"}
+    return {"ok": right and seen, "expected": TOKEN_STEPS, "found": found}
+
+
+class _Forgetful:
+    """A writer whose tokens tell nothing; the real ones are kept, so that the writes happen."""
+
+    def __init__(self, inner: InPlaceWriter) -> None:
+        self.inner = inner
+        self.kept: list[mx.array] = []
+        self._nothing = inner.first_token()
+        mx.eval(self._nothing)
+
+    def first_token(self) -> mx.array:
+        return self._nothing
+
+    def write(
+        self,
+        pool: LayerPool,
+        keys: mx.array,
+        values: mx.array,
+        slots: mx.array,
+        token: mx.array | None,
+    ) -> mx.array:
+        self.kept.append(self.inner.write(pool, keys, values, slots, token))
+        return self._nothing
+
+    def copy_blocks(
+        self,
+        pools: list[LayerPool],
+        src: npt.NDArray[np.int32],
+        dst: npt.NDArray[np.int32],
+        token: mx.array | None,
+    ) -> mx.array:
+        self.kept.append(self.inner.copy_blocks(pools, src, dst, token))
+        return self._nothing
+
+
+def _count_up(reader: str, mode: str, token: bool) -> float:
+    """Write one more than what was read last, read it, and so on; what is read in the end."""
+    launcher = _launcher()
+    layout = KVLayout(
+        block_size=16,
+        dtype="float32",
+        layers=(LayerShape(1, 64, 64),),
+        groups=(KVGroup(KVGroupKind.FULL, (0,)),),
+    )
+    forgetful = _Forgetful(InPlaceWriter(launcher))
+    writer: PoolWriter = forgetful.inner if token else forgetful
+    store = KVStore(layout, (64,), 0.0, writer)
+    backend, params = KernelBackend(launcher), AttentionParams(scale=1.0)
+    rng = np.random.default_rng(0)
+    host = make_batch([(0, 1)], block_size=16, num_blocks=64, rng=rng)
+    batch = upload(host)
+    slots = batch.groups[0].slot_mapping
+    row = mx.zeros((1, 1, 64))
+    mx.eval(row, slots)
+    for _ in range(TOKEN_STEPS):
+        store.write(0, row, row + 1, slots)
+        if reader == "attention":
+            # One token of context: attention gives its V.
+            row = backend.attend(row, 0, 0, store, batch, params)
+        else:
+            row = store.gather_slots(0, slots[None])[1].reshape(1, 1, 64)
+        if mode == "async":
+            store.submit(row, *forgetful.kept)
+        elif mode == "sync":
+            store.commit(row, *forgetful.kept)
+        if mode != "lazy":
+            forgetful.kept.clear()
+    store.commit(row, *forgetful.kept)
+    return float(row.max().item())  # type: ignore[arg-type]
+
+
+def _launcher() -> MLXLauncher:
+    platform = gpu_platform()
+    assert platform is not None
+    return MLXLauncher(platform)
+
+
+if __name__ == "__main__":
+    main()
