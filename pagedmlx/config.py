@@ -77,6 +77,7 @@ class EngineConfig:
                 f"{self.kv_cache_dtype} doesn't exist yet",
                 hint="use auto, float16, bfloat16 or float32",
             )
+        _check_types(self)
         _check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
@@ -100,6 +101,22 @@ class EngineConfig:
             raise InvalidRequestError(
                 "gpu_memory_utilization", f"{share!r} must be above 0 and at most 1"
             )
+
+
+def _check_types(config: EngineConfig) -> None:
+    for field in ("trust_remote_code", "enable_prefix_caching", "check_integrity"):
+        value = getattr(config, field)
+        if not isinstance(value, bool):
+            raise InvalidRequestError(field, f"{value!r} is not true or false")
+    for field, kinds, what in (
+        ("model", str, "text"),
+        ("revision", str | None, "text"),
+        ("seed", int | None, "a whole number"),
+        ("pool_fill", int | float, "a number"),
+    ):
+        value = getattr(config, field)
+        if isinstance(value, bool) or not isinstance(value, kinds):
+            raise InvalidRequestError(field, f"{value!r} is not {what}")
 
 
 def _check_choice(field: str, value: str, choices: tuple[str, ...]) -> None:

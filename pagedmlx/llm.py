@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -30,7 +31,7 @@ class LLM:
     """One model, for as many prompts at a time as its block pool holds.
 
     Args:
-        model: ``smollm2``, a local folder or GGUF file, or a Hugging Face id.
+        model: ``smollm2``, the path of a folder or GGUF file, or a Hugging Face id.
         config: All settings at once; then give no others.
         on_progress: Told what is being loaded; called on another thread.
         settings: Fields of ``EngineConfig``, one by one.
@@ -46,7 +47,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str | None = None,
+        model: str | os.PathLike[str] | None = None,
         *,
         config: EngineConfig | None = None,
         on_progress: ProgressCallback | None = None,
@@ -55,6 +56,8 @@ class LLM:
         if config is not None and (model is not None or settings):
             raise InvalidRequestError("config", "give either a config or single settings")
         if config is None:
+            if isinstance(model, os.PathLike):
+                model = os.fspath(model)
             config = EngineConfig(**settings if model is None else {"model": model, **settings})
         self.config = config
         self._worker = EngineWorker(partial(load_engine, config), on_progress)
@@ -144,7 +147,8 @@ class LLM:
         params = sampling_params or SamplingParams()
         form = "prompt"
         if not isinstance(prompt_or_messages, str):
-            first = next(iter(prompt_or_messages), None)
+            some = isinstance(prompt_or_messages, Iterable)
+            first = next(iter(prompt_or_messages), None) if some else None
             form = "messages" if isinstance(first, Mapping) else "prompt_token_ids"
         job = Job(
             **{form: prompt_or_messages},  # type: ignore[arg-type]
@@ -242,6 +246,9 @@ class LLM:
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
+    if isinstance(prompts, bytes | Mapping) or not isinstance(prompts, Iterable):
+        kind = type(prompts).__name__
+        raise InvalidRequestError("prompts", f"{kind} is not text, token ids or a list of them")
     token_ids = [each for each in prompts if isinstance(each, int)]
     listed = [each for each in prompts if not isinstance(each, int)]
     if token_ids and listed:

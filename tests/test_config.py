@@ -25,6 +25,14 @@ BAD: list[tuple[str, Any]] = [
     *[("gpu_memory_utilization", value) for value in (0, -0.1, 1.01, float("nan"), "0.5", True)],
     *[(field, value) for field in COUNTS for value in (0, -1, 1.5, "8", True)],
     ("max_overtakes", -1),
+    ("model", 5),
+    ("model", None),
+    ("revision", 5),
+    ("seed", "x"),
+    ("pool_fill", "nan"),
+    ("trust_remote_code", "no"),
+    ("enable_prefix_caching", 1),
+    ("check_integrity", None),
 ]
 
 

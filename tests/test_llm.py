@@ -93,6 +93,20 @@ def test_one_prompt_may_be_text_or_tokens(fake: FakeLLM):
     assert llm.generate([]) == []
 
 
+@pytest.mark.parametrize("prompts", [5, None, b"x", {"a": 1}, 1.5])
+def test_what_is_no_prompt_is_refused_by_name(fake: FakeLLM, prompts: Any):
+    llm = fake()
+    with pytest.raises(InvalidRequestError, match="is not text, token ids or a list of them"):
+        llm.generate(prompts)
+    with pytest.raises(InvalidRequestError, match="^prompt"):
+        list(llm.stream(prompts))
+
+
+def test_a_model_may_be_a_path(tmp_path: Path):
+    with pytest.raises(ModelNotFoundError, match="does not exist"):
+        LLM(tmp_path / "none")
+
+
 def test_one_conversation_or_many(fake: FakeLLM):
     llm = fake()
     hello = [{"role": "user", "content": "hello"}]
