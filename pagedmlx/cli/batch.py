@@ -109,6 +109,7 @@ class _Batch:
 
     def run(self, items: Iterator[Prompt | BadLine]) -> None:
         """Run them all; memory holds only those in flight, and every id."""
+        self._meter.count("prompts", 0, self._total)
         for finished in self._llm.generate_iter(self._jobs(items)):
             row = output_row(finished)
             self._finish(row, self._lines.pop(finished.request_id))
