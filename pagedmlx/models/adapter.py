@@ -7,6 +7,7 @@ from typing import Any, Self
 
 import mlx.core as mx
 
+from pagedmlx.errors import UnsupportedModelError
 from pagedmlx.kv.layout import KVLayout
 from pagedmlx.kv.store import KVStore
 from pagedmlx.models.hook import install_hook
@@ -90,6 +91,11 @@ class ModelAdapter:
         selected = mx.array(sample_rows or [0])
         with self._selection.using(lambda hidden: hidden[selected]):
             logits = self._model(batch.token_ids[:, None], cache=caches)
+        if not all(cache is None or cache.attended for cache in caches):
+            raise UnsupportedModelError(
+                f"{self.loaded.model_type}: a layer did its attention by maths of its own",
+                hint="run this model with mlx-lm itself, and please report it",
+            )
         if not sample_rows:
             return mx.zeros((0, self.vocab_size), dtype=logits.dtype)
         return logits.squeeze(1)

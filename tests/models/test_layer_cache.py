@@ -41,35 +41,25 @@ class Step:
 
 
 @pytest.mark.parametrize("window", [None, 5])
-def test_gathers_hold_what_a_row_may_see_and_zero_elsewhere(window: int | None) -> None:
-    step = Step(window)
-    gathered = [np.array(array) for array in step.update()]
-    masks = np.array(step.cache.make_mask(1, return_array=True))
-    row = 0
-    for sequence, (_, count) in enumerate(SPANS):
-        first = step.host.query_start_loc[sequence]
-        for position in range(count):
-            low = 0 if window is None else max(0, position - window + 1)
-            for written, read in zip((step.keys, step.values), gathered, strict=True):
-                expected = np.zeros_like(read[row])
-                seen = written[first + low : first + position + 1, :, 0]
-                expected[:, low : position + 1] = seen.swapaxes(0, 1)
-                np.testing.assert_array_equal(read[row], expected)
-            visible = np.flatnonzero(masks[row, 0, 0])
-            np.testing.assert_array_equal(visible, np.arange(low, position + 1))
-            row += 1
-
-
-@pytest.mark.parametrize("window", [None, 5])
-def test_blocks_and_gathers_give_the_same_attention(window: int | None) -> None:
+def test_attention_reads_what_was_written_through_the_blocks(window: int | None) -> None:
     step = Step(window)
     keys, values = step.update()
     queries = mx.random.normal((step.host.num_rows, 4, 1, K_DIM), key=mx.random.key(1))
+    assert not step.cache.attended
     output = step.cache.attend_blocks(queries, keys, values, 0.3, None)
     assert output is not None
-    mask = step.cache.make_mask(1, return_array=True)
-    expected = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=0.3, mask=mask)
-    np.testing.assert_allclose(np.array(output), np.array(expected), atol=1e-5)
+    assert step.cache.attended
+    for first, last in zip(step.host.query_start_loc, step.host.query_start_loc[1:], strict=False):
+        rows = slice(int(first), int(last))
+        q, k, v = (array[rows].swapaxes(0, 2) for array in (queries, keys, values))
+        count = int(last - first)
+        mask = mx.tri(count, dtype=mx.bool_)
+        if window is not None:
+            mask = mask & ~mx.tri(count, k=-window, dtype=mx.bool_)
+        expected = mx.fast.scaled_dot_product_attention(q, k, v, scale=0.3, mask=mask)
+        np.testing.assert_allclose(
+            np.array(output[rows]), np.array(expected.swapaxes(0, 2)), atol=1e-5
+        )
 
 
 def test_only_the_arrays_that_were_fetched_stand_for_the_blocks() -> None:
@@ -80,6 +70,7 @@ def test_only_the_arrays_that_were_fetched_stand_for_the_blocks() -> None:
     keys, values = step.update()
     assert step.cache.attend_blocks(queries, keys * 2, values, 1.0, None) is None
     assert step.cache.attend_blocks(queries, keys, values * 2, 1.0, None) is None
+    assert not step.cache.attended
     assert step.cache.attend_blocks(queries, keys, values, 1.0, None) is not None
 
 
@@ -89,4 +80,7 @@ def test_a_model_takes_it_for_a_plain_cache_with_a_position_for_each_row() -> No
     assert not hasattr(step.cache, "bits")
     assert step.cache.make_mask(1) is None
     assert step.cache.make_mask(1, window_size=5) is None
+    mask = step.cache.make_mask(1, return_array=True)
+    assert mask is not None
+    assert mask.all()
     np.testing.assert_array_equal(np.array(step.cache.offset), step.host.positions)
