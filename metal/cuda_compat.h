@@ -21,27 +21,47 @@ typedef __nv_bfloat16 bfloat16_t;
 #define thread_index_in_simdgroup (threadIdx.x & 31u)
 #define simdgroup_index_in_threadgroup (threadIdx.x >> 5)
 
-METAL_FUNC float word_element(uint word, int i, float) { return __uint_as_float(word); }
-METAL_FUNC float word_element(uint word, int i, __half) {
+METAL_FUNC uint bits(__half x) { return __half_as_ushort(x); }
+METAL_FUNC uint bits(__nv_bfloat16 x) { return __bfloat16_as_ushort(x); }
+METAL_FUNC float element(uint word, int i, __half) {
   return __half2float(__ushort_as_half(ushort(i == 0 ? word : word >> 16)));
 }
-METAL_FUNC float word_element(uint word, int i, __nv_bfloat16) {
+METAL_FUNC float element(uint word, int i, __nv_bfloat16) {
   return __uint_as_float(i == 0 ? word << 16 : word & 0xffff0000u);
 }
 
-// Kept in whole words: elements of 16 bits would take a register each.
+// An element of 16 bits within its word.
+template <typename T>
+struct half_word {
+  uint& word;
+  int i;
+  METAL_FUNC operator float() const { return element(word, i, T()); }
+  METAL_FUNC void operator=(T x) {
+    word = i == 0 ? (word & 0xffff0000u) | bits(x) : (word & 0xffffu) | bits(x) << 16;
+  }
+};
+
+// Elements of 16 bits are kept in whole words: they would take a register each.
 template <typename T, int N>
-struct alignas(sizeof(T) * N) vec {
-  static constexpr int PER_WORD = 4 / sizeof(T);
-  uint words[N / PER_WORD];
+struct alignas(2 * N) vec {
+  uint words[N / 2];
   vec() = default;
-  // Of zero only; nothing else is asked for.
-  METAL_FUNC explicit vec(T) {
-    UNROLL for (int i = 0; i < N / PER_WORD; ++i) words[i] = 0;
+  METAL_FUNC explicit vec(T x) {
+    UNROLL for (int i = 0; i < N / 2; ++i) words[i] = bits(x) * 0x10001u;
   }
-  METAL_FUNC float operator[](int i) const {
-    return word_element(words[i / PER_WORD], i % PER_WORD, T());
+  METAL_FUNC half_word<T> operator[](int i) { return {words[i / 2], i % 2}; }
+  METAL_FUNC float operator[](int i) const { return element(words[i / 2], i % 2, T()); }
+};
+
+template <int N>
+struct alignas(4 * N) vec<float, N> {
+  float elements[N];
+  vec() = default;
+  METAL_FUNC explicit vec(float x) {
+    UNROLL for (int i = 0; i < N; ++i) elements[i] = x;
   }
+  METAL_FUNC float& operator[](int i) { return elements[i]; }
+  METAL_FUNC float operator[](int i) const { return elements[i]; }
 };
 
 template <typename T>
