@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import mlx.core as mx
+
 from pagedmlx.errors import InvalidRequestError
 from pagedmlx.kv.writer import FunctionalWriter, PoolWriter
 from pagedmlx.ops.base import AttentionBackend
+from pagedmlx.ops.device import threadgroups_at_once
 from pagedmlx.ops.gather import GatherBackend
 from pagedmlx.ops.in_place import InPlaceWriter
 from pagedmlx.ops.kernels import KernelBackend
@@ -67,4 +70,5 @@ def _kernels() -> AttentionPath | None:
     if platform is None:
         return None
     launcher = MLXLauncher(platform)
-    return AttentionPath(KernelBackend(launcher), InPlaceWriter(launcher))
+    wave = threadgroups_at_once(platform, str(mx.device_info().get("device_name")))
+    return AttentionPath(KernelBackend(launcher, wave), InPlaceWriter(launcher))
