@@ -98,7 +98,7 @@ def test_what_is_no_prompt_is_refused_by_name(fake: FakeLLM, prompts: Any):
     llm = fake()
     with pytest.raises(InvalidRequestError, match="is not text, token ids or a list of them"):
         llm.generate(prompts)
-    with pytest.raises(InvalidRequestError, match="^prompt"):
+    with pytest.raises(InvalidRequestError, match=r"^prompt"):
         list(llm.stream(prompts))
 
 
