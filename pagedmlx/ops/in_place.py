@@ -94,17 +94,15 @@ class InPlaceWriter:
         token: mx.array,
     ) -> mx.array:
         """Copies of which one reads a block that another writes."""
+        sources = mx.array(src)
         for pool in pools:
             shape = pool_shape(pool)
-            rows = []
-            for array in (pool.keys, pool.values):
-                blocks = array[mx.array(src) + token[:1]]
-                if not shape.slot_major:
-                    blocks = blocks.swapaxes(1, 2)
-                rows.append(blocks.reshape(-1, *blocks.shape[2:]))
-            mx.eval(rows)
+            blocks = sources + token[:1]
+            keys = _rows_of(pool.keys[blocks], shape.slot_major)
+            values = _rows_of(pool.values[blocks], shape.slot_major)
+            mx.eval(keys, values)
             slots = dst[:, None].astype(np.int64) * shape.block_size + np.arange(shape.block_size)
-            token = self.write(pool, *rows, mx.array(slots.ravel()), token)
+            token = self.write(pool, keys, values, mx.array(slots.ravel()), token)
         return token
 
     def _variant(self, pool: LayerPool, keys: mx.array) -> WriteVariant:
@@ -128,6 +126,13 @@ class InPlaceWriter:
             padding = mx.full((_MIN_ELEMENTS - slots.size,), _NOWHERE, slots.dtype)
             self._slots = (slots, mx.concatenate([slots, padding]))
         return self._slots[1]
+
+
+def _rows_of(blocks: mx.array, slot_major: bool) -> mx.array:
+    """Blocks as one row per slot: (blocks * block_size, heads, D)."""
+    if not slot_major:
+        blocks = blocks.swapaxes(1, 2)
+    return blocks.reshape(-1, *blocks.shape[2:])
 
 
 def pool_shape(pool: LayerPool) -> PoolShape:
