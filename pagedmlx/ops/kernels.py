@@ -190,17 +190,25 @@ class KernelBackend:
         rows = 1
         while rows < counts.max():
             rows *= 2
+        fixed = self._deterministic
+        if fixed and rows > 1:
+            rows = MAX_ROWS
         whole = self._interned(replace(base, rows=rows))
-        if self._deterministic:
+        groups_per_item = whole.pool.num_kv_heads * whole.parts
+        if fixed:
             chunks = fixed_chunks(lows, ends)
         else:
-            chunks = choose_chunk(lows, ends, whole.pool.num_kv_heads * whole.parts, self._wave)
+            chunks = choose_chunk(lows, ends, groups_per_item, self._wave)
         tables = host.groups[group].block_tables[sequences]
         work = make_work_list(counts, lows, ends, tables, chunks, window)
-        if work.max_chunks == 1:
+        # What isn't cut takes another path to the same sum, so neighbours would change its bits.
+        if work.max_chunks == 1 and not fixed:
+            if 2 * work.num_items * groups_per_item <= self._wave and whole.can_be_wider:
+                whole = self._interned(replace(whole, num_simdgroups=2 * whole.num_simdgroups))
             return _Decode(mx.array(work.plan), work.num_items, work.num_rows, whole, None)
         split = self._interned(replace(base, rows=rows, split=True))
-        merge = MergeVariant(split, _MERGE_SIMDGROUPS if work.max_chunks > _MANY_CHUNKS else 1)
+        many = fixed or work.max_chunks > _MANY_CHUNKS
+        merge = MergeVariant(split, _MERGE_SIMDGROUPS if many else 1)
         merge = self._merges.setdefault(merge, merge)
         return _Decode(mx.array(work.plan), work.num_items, work.num_rows, split, merge)
 

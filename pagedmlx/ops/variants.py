@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from pagedmlx.kv.layout import DTYPE_BYTES
-from pagedmlx.ops.launch import SIMD_WIDTH, Kernel
+from pagedmlx.ops.launch import MAX_THREADGROUP_BYTES, SIMD_WIDTH, Kernel
 from pagedmlx.ops.sources import read_source
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256, 512)
@@ -167,6 +167,16 @@ class DecodeVariant:
         return tile
 
     @property
+    def _threadgroup_bytes(self) -> int:
+        per_simdgroup = 4 * self.heads_per_group * (self.pool.v_head_dim + 2)
+        return self.num_simdgroups * per_simdgroup
+
+    @property
+    def can_be_wider(self) -> bool:
+        """Whether there is threadgroup memory for twice as many SIMD-groups."""
+        return 2 * self._threadgroup_bytes <= MAX_THREADGROUP_BYTES
+
+    @property
     def vectors(self) -> int:
         """Query vectors of a KV head, those that fill up the last threadgroup included."""
         return self.parts * self.heads_per_group
@@ -197,10 +207,7 @@ class DecodeVariant:
             constants,
             ("queries", "k_pool", "v_pool", "plan", *(("sinks",) if sinks else ()), "token"),
             ("partials", "stats") if self.split else ("out",),
-            threadgroup_bytes=4
-            * self.num_simdgroups
-            * self.heads_per_group
-            * (self.pool.v_head_dim + 2),
+            threadgroup_bytes=self._threadgroup_bytes,
         )
 
 

@@ -1,0 +1,111 @@
+"""KernelBackend on the executed Metal source: what it plans, and what it promises about bits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from pagedmlx.core.batch import BatchArrays
+from pagedmlx.ops.base import AttentionParams, upload
+from pagedmlx.ops.in_place import InPlaceWriter
+from pagedmlx.ops.kernels import KernelBackend, unsupported
+from pagedmlx.ops.variants import HEAD_DIMS, DecodeVariant, MergeVariant, PoolShape
+from tests.metal.launcher import FiberLauncher
+from tests.support.attention import make_case
+
+PARAMS = AttentionParams(scale=0.125)
+SPANS = [(40, 1), (299, 1), (0, 1), (90, 3), (600, 7)]
+
+
+@pytest.mark.parametrize("wave", [1, 40, 1 << 20], ids=["whole", "wider", "cut"])
+def test_however_the_work_is_cut_the_answer_stays(wave: int) -> None:
+    launcher = FiberLauncher()
+    case = make_case(SPANS, factor=4, k_head_dim=64, v_head_dim=64, writer=InPlaceWriter(launcher))
+    case.check(KernelBackend(launcher, wave), PARAMS)
+
+
+def test_few_short_sequences_get_more_simdgroups() -> None:
+    launcher = FiberLauncher()
+    case = make_case([(30, 1)] * 3, k_head_dim=64, v_head_dim=64, writer=InPlaceWriter(launcher))
+    case.check(KernelBackend(launcher, 40), PARAMS)
+    (launch,) = (name for name in launcher.executed if "decode" in name)
+    wide = replace(_variant(64), num_simdgroups=8, scale=PARAMS.scale).kernel.name
+    assert launch == wide
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_neighbours_change_no_bit_in_deterministic_mode(sinks: bool) -> None:
+    launcher = FiberLauncher()
+    case = make_case(SPANS, factor=4, k_head_dim=64, v_head_dim=64, writer=InPlaceWriter(launcher))
+    params = replace(PARAMS, sinks=mx.linspace(-1, 2, 8) if sinks else None)
+    together = case.attend(KernelBackend(launcher, deterministic=True), params)
+    host = case.batch.host
+    for sequence in range(len(SPANS)):
+        rows = slice(*host.query_start_loc[sequence : sequence + 2].tolist())
+        alone = replace(
+            case,
+            batch=upload(_only(host, sequence)),
+            queries=case.queries[rows],
+        ).attend(KernelBackend(launcher, deterministic=True), params)
+        assert np.array_equal(alone, together[rows])
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("factor", [1, 3, 8, 16])
+def test_tiles_fit_a_simdgroup_and_threadgroup_memory(
+    head_dim: int, dtype: str, factor: int
+) -> None:
+    for rows in (1, 8):
+        variant = DecodeVariant(PoolShape(dtype, 2, head_dim, head_dim, 16), dtype, factor, rows)
+        assert 2 <= variant.tile * variant.heads_per_group <= 32
+        assert variant.vectors >= rows * factor
+        kernels = [
+            variant.kernel,
+            replace(variant, split=True).kernel,
+            MergeVariant(replace(variant, split=True), 8).kernel,
+        ]
+        assert len({kernel.name for kernel in kernels}) == 3
+        assert all(len(kernel.source) < 12_000 for kernel in kernels)
+
+
+@pytest.mark.parametrize(
+    ("pool", "factor", "reason"),
+    [
+        (PoolShape("float16", 2, 64, 64, 16), 3, None),
+        (PoolShape("float16", 2, 576, 512, 16), 3, "head size 576 of K"),
+        (PoolShape("float16", 2, 64, 66, 16), 3, "head size 66 of V"),
+        (PoolShape("float16", 2, 64, 64, 24), 3, "block size 24"),
+    ],
+)
+def test_what_the_kernels_lack_is_said(pool: PoolShape, factor: int, reason: str | None) -> None:
+    found = unsupported(pool, factor)
+    assert found is None if reason is None else found is not None and found.startswith(reason)
+
+
+def _variant(head_dim: int) -> DecodeVariant:
+    return DecodeVariant(PoolShape("float32", 2, head_dim, head_dim, 16), "float32", 1)
+
+
+def _only(host: BatchArrays, sequence: int) -> BatchArrays:
+    """The part of a batch that belongs to one sequence."""
+    first, end = host.query_start_loc[sequence : sequence + 2].tolist()
+    group = host.groups[0]
+    return replace(
+        host,
+        num_decodes=int(end - first == 1),
+        token_ids=host.token_ids[first:end],
+        positions=host.positions[first:end],
+        query_start_loc=np.array([0, end - first], np.int32),
+        context_lens=host.context_lens[sequence : sequence + 1],
+        groups=(
+            replace(
+                group,
+                slot_mapping=group.slot_mapping[first:end],
+                block_tables=group.block_tables[sequence : sequence + 1],
+            ),
+        ),
+    )
