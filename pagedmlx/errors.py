@@ -21,6 +21,12 @@ class PagedMLXError(Exception):
         self.hint = hint
 
 
+def first_line(error: BaseException) -> str:
+    """What an exception of others says, as one line; its type where it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
 class InvalidRequestError(PagedMLXError):
     """A field of a request or a setting has a value that can't be served.
 

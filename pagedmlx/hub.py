@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Literal
 from pagedmlx.embedded import (
     EMBEDDED_MODEL,
     EMBEDDED_PACKAGE,
-    OnProgress,
     embedded_file,
     fetch_embedded,
     own_copy,
     storage_errors,
 )
-from pagedmlx.errors import ModelNotFoundError, ModelStoreError
+from pagedmlx.errors import ModelNotFoundError, ModelStoreError, first_line
+from pagedmlx.progress import ProgressCallback
 
 if TYPE_CHECKING:
     from huggingface_hub import HFCacheInfo
@@ -73,7 +73,7 @@ def resolve(
     name: str,
     revision: str | None = None,
     offline: bool | None = None,
-    on_progress: OnProgress | None = None,
+    on_progress: ProgressCallback | None = None,
 ) -> ResolvedModel:
     """Find a model by name; a Hugging Face model that is not here yet is fetched.
 
@@ -120,7 +120,7 @@ def resolve(
 
 
 def pull(
-    name: str, on_progress: OnProgress | None = None, *, revision: str | None = None
+    name: str, on_progress: ProgressCallback | None = None, *, revision: str | None = None
 ) -> ResolvedModel:
     """Bring a model to this machine; returns at once when all of it is here.
 
@@ -289,7 +289,7 @@ def _fetch_snapshot(name: str, revision: str | None) -> Path:
             hint="is the network there? Then run it again; what has arrived is kept",
         ) from error
     except Exception as error:  # The library's HTTP client has exceptions of its own.
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise ModelStoreError(
             f"{name} can't be fetched: {reason}", hint="run it again; what has arrived is kept"
         ) from error

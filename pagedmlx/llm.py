@@ -16,10 +16,11 @@ from pagedmlx.core.sampling_params import SamplingParams
 from pagedmlx.core.stats import EngineStats
 from pagedmlx.engine.flight import Flight
 from pagedmlx.engine.inputs import PreparedJob
-from pagedmlx.engine.load import ProgressCallback, load_engine
+from pagedmlx.engine.load import load_engine
 from pagedmlx.engine.outputs import Job, Messages, OutputEvent, RequestOutput, refused_output
 from pagedmlx.engine.worker import EngineWorker
 from pagedmlx.errors import InvalidRequestError
+from pagedmlx.progress import ProgressCallback
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""

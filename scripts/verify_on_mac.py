@@ -35,11 +35,12 @@ import numpy as np  # noqa: E402
 
 from pagedmlx.core.groups import KVGroup, KVGroupKind  # noqa: E402
 from pagedmlx.core.sampling_params import SamplingParams  # noqa: E402
+from pagedmlx.core.step import INVALID_TOKEN  # noqa: E402
 from pagedmlx.kv.layout import KVLayout, LayerShape  # noqa: E402
 from pagedmlx.kv.store import KVStore  # noqa: E402
 from pagedmlx.ops import make_backend  # noqa: E402
 from pagedmlx.ops.base import AttentionParams  # noqa: E402
-from pagedmlx.sampling.sampler import INVALID_TOKEN, Sampler, SampleRow  # noqa: E402
+from pagedmlx.sampling.sampler import Sampler, SampleRow  # noqa: E402
 from tests.support.attention import TOLERANCES, make_case  # noqa: E402
 
 Check = Callable[[], tuple[bool, dict[str, Any]]]

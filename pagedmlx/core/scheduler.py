@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from pagedmlx.config import EngineConfig
+from pagedmlx.core.counters import Counters
 from pagedmlx.core.kv_manager import KVManager, SharedPrefix
 from pagedmlx.core.request import Request
 from pagedmlx.core.sequence import FinishReason, Sequence, SequenceStatus
@@ -42,24 +43,6 @@ class _Plan:
     entries: dict[int, ScheduledSequence] = field(default_factory=dict[int, ScheduledSequence])
     copies: dict[int, list[BlockCopy]] = field(default_factory=dict[int, list[BlockCopy]])
     preempted: list[int] = field(default_factory=list[int])
-
-
-@dataclass(slots=True)
-class _Counters:
-    num_requests: int = 0
-    num_finished_requests: int = 0
-    num_waits: int = 0
-    num_overtakes: int = 0
-    num_preemptions: int = 0
-    num_deferrals: int = 0
-    num_steps: int = 0
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_computed_tokens: int = 0
-    num_output_tokens: int = 0
-    max_waste_slots: int = 0
-    waiting_steps: int = 0
-    waiting_fill: float = 0.0
 
 
 class Scheduler:
@@ -86,7 +69,7 @@ class Scheduler:
         self._in_flight: dict[int, tuple[tuple[ScheduledSequence, int], ...]] = {}
         self._freed: list[int] = []
         self._waited: set[int] = set()
-        self._counters = _Counters()
+        self._counters = Counters()
 
     # Requests come and go.
 
@@ -287,10 +270,7 @@ class Scheduler:
                 self._counters.num_waits += 1
         self._counters.num_deferrals += num_deferred
         if blocked:
-            self._counters.waiting_steps += 1
-            self._counters.waiting_fill += max(
-                pool.num_used_blocks / pool.num_blocks for pool in self.kv.pools
-            )
+            self._counters.note_wait(self.kv)
 
     def _running_siblings(self, sequence: Sequence) -> list[Sequence]:
         return [
@@ -378,11 +358,7 @@ class Scheduler:
         self._in_flight[step.step_id] = tuple(
             (entry, entry.sequence.num_preemptions) for entry in entries
         )
-        self._counters.num_steps += 1
-        self._counters.num_computed_tokens += step.num_tokens
-        self._counters.max_waste_slots = max(
-            [self._counters.max_waste_slots, *(self._waste(s.sequence) for s in entries)]
-        )
+        self._counters.note_step(step, self.kv.block_size)
         return step
 
     def _finish_if_done(self, sequence: Sequence) -> None:
@@ -397,37 +373,7 @@ class Scheduler:
 
     def stats(self) -> EngineStats:
         """A snapshot; bytes are the engine's to fill in."""
-        counters = self._counters
-        pool = min(self.kv.pools, key=lambda pool: pool.num_available_blocks)
-        return EngineStats(
-            block_size=self.kv.block_size,
-            num_blocks=pool.num_blocks,
-            num_used_blocks=pool.num_used_blocks,
-            num_cached_blocks=pool.num_cached_blocks,
-            num_free_blocks=pool.num_free_blocks,
-            num_shared_blocks=pool.num_shared_blocks,
-            peak_used_blocks=max(pool.peak_used_blocks for pool in self.kv.pools),
-            num_running=len(self.running),
-            num_waiting=len(self.waiting),
-            num_requests=counters.num_requests,
-            num_finished_requests=counters.num_finished_requests,
-            num_waits=counters.num_waits,
-            num_overtakes=counters.num_overtakes,
-            num_preemptions=counters.num_preemptions,
-            num_deferrals=counters.num_deferrals,
-            num_evictions=sum(pool.num_evictions for pool in self.kv.pools),
-            num_copies=self.kv.num_copies,
-            num_steps=counters.num_steps,
-            num_prompt_tokens=counters.num_prompt_tokens,
-            num_cached_tokens=counters.num_cached_tokens,
-            num_computed_tokens=counters.num_computed_tokens,
-            num_output_tokens=counters.num_output_tokens,
-            waste_slots=sum(map(self._waste, self.running)),
-            max_waste_slots=counters.max_waste_slots,
-            mean_fill_while_waiting=(
-                counters.waiting_fill / counters.waiting_steps if counters.waiting_steps else None
-            ),
-        )
+        return self._counters.snapshot(self.kv, self.running, self.waiting)
 
     def check_integrity(self) -> None:
         """Assert every invariant of scheduler, tables and pools; cheap enough for every step."""
@@ -449,10 +395,6 @@ class Scheduler:
         assert len(self.running) <= self._config.max_num_seqs
         assert self._waited <= alive
         self.kv.check_integrity(self.running)
-
-    def _waste(self, sequence: Sequence) -> int:
-        covered = len(sequence.block_tables[0]) * self.kv.block_size
-        return covered - sequence.num_computed_tokens
 
 
 def _order(sequence: Sequence) -> tuple[int, int, int]:

@@ -60,13 +60,18 @@ class Step:
         return sum(entry.num_tokens for entry in self.scheduled)
 
 
+INVALID_TOKEN = -1
+"""Takes the place of a token where a row's logits leave nothing to choose from."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """What came out of a step.
 
     Attributes:
         step_id: The step's.
-        sampled: Sequence id to its new token, one for each entry with ``needs_logits``.
+        sampled: Sequence id to its new token or INVALID_TOKEN, one for each entry with
+            ``needs_logits``.
     """
 
     step_id: int

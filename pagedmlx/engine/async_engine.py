@@ -11,9 +11,10 @@ from typing import Any, Self
 
 from pagedmlx.config import EngineConfig
 from pagedmlx.core.stats import EngineStats
-from pagedmlx.engine.load import ProgressCallback, load_engine
+from pagedmlx.engine.load import load_engine
 from pagedmlx.engine.outputs import Job, OutputEvent, RequestOutput
 from pagedmlx.engine.worker import EngineWorker
+from pagedmlx.progress import ProgressCallback
 
 
 class AsyncEngine:

@@ -11,7 +11,6 @@ from pagedmlx.core.kv_manager import KVManager
 from pagedmlx.core.scheduler import Scheduler
 from pagedmlx.engine.engine import Engine
 from pagedmlx.engine.inputs import EngineLimits
-from pagedmlx.engine.load import ProgressCallback
 from pagedmlx.engine.memory import PoolPlan, device_memory_bytes, measure_headroom, plan_pool
 from pagedmlx.engine.runner import ModelRunner
 from pagedmlx.errors import InvalidRequestError, ModelLoadError, UnsupportedModelError
@@ -21,6 +20,7 @@ from pagedmlx.models.adapter import ModelAdapter
 from pagedmlx.models.loader import LoadedModel
 from pagedmlx.models.probe import probe_model, warm_up
 from pagedmlx.ops import attention_paths
+from pagedmlx.progress import ProgressCallback
 from pagedmlx.sampling.sampler import Sampler
 from pagedmlx.text.tokenizer import Tokenizer
 

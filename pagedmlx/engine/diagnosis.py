@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from pagedmlx.models.blas import load_fast_blas
 
-_KERNELS_LATER = (
-    "Metal and CUDA kernels that read through block tables: not written yet; attention gathers "
-    "the blocks and calls MLX's own"
+_NO_KERNELS = (
+    "kernels that read K and V through the block tables: they need a GPU; attention gathers the "
+    "blocks and calls MLX's own"
 )
 _KV_LATER = "int8 and int4 KV cache: not written yet"
 
@@ -48,7 +48,7 @@ def diagnose() -> Diagnosis:
         import mlx.core as mx
     except ImportError as error:
         problem = f"MLX can't be loaded: {error}"
-        missing = (_KERNELS_LATER, _KV_LATER)
+        missing = (_NO_KERNELS, _KV_LATER)
         return Diagnosis(None, None, memory_bytes, None, blas, None, missing, problem)
     from pagedmlx.engine.memory import device_memory_bytes
     from pagedmlx.ops import make_backend
@@ -56,7 +56,7 @@ def diagnose() -> Diagnosis:
     on_gpu = mx.default_device() == mx.Device(mx.gpu)
     info = mx.device_info()
     max_buffer = info.get("max_buffer_length") if on_gpu else None
-    missing = [_KERNELS_LATER, _KV_LATER]
+    missing = [_KV_LATER] if on_gpu else [_NO_KERNELS, _KV_LATER]
     if not mx.metal.is_available():
         missing.insert(0, "Metal: only on Macs with Apple silicon")
     return Diagnosis(

@@ -15,15 +15,12 @@ from pagedmlx.core.request import Request
 from pagedmlx.core.scheduler import Scheduler
 from pagedmlx.core.sequence import FinishReason, Sequence
 from pagedmlx.core.stats import EngineStats
-from pagedmlx.core.step import Step, StepResult
+from pagedmlx.core.step import INVALID_TOKEN, Step, StepResult
 from pagedmlx.engine.inputs import EngineLimits, PreparedJob, prepare_job
 from pagedmlx.engine.outputs import Job, OutputEvent, RequestMetrics
 from pagedmlx.errors import PagedMLXError, RequestFailedError
 from pagedmlx.text.detokenizer import Detokenizer
 from pagedmlx.text.tokenizer import Tokenizer
-
-INVALID_TOKEN = -1
-"""What the runner returns for a row whose logits were not finite."""
 
 
 class Runner(Protocol):

@@ -5,19 +5,16 @@ Importing this module imports no MLX, so that a fast BLAS can be put in front of
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from pagedmlx.config import EngineConfig
 from pagedmlx.engine.frames import clear_frames
+from pagedmlx.progress import ProgressCallback, ignore_progress
 
 if TYPE_CHECKING:
     from pagedmlx.engine.engine import Engine
     from pagedmlx.models.loader import LoadedModel
     from pagedmlx.text.tokenizer import Tokenizer
-
-ProgressCallback = Callable[[str, float | None], None]
-"""Called with what is being done and the share done, from 0 to 1, or None when unknown."""
 
 
 def load_engine(config: EngineConfig, on_progress: ProgressCallback | None = None) -> Engine:
@@ -32,7 +29,7 @@ def load_engine(config: EngineConfig, on_progress: ProgressCallback | None = Non
 
     blas = load_fast_blas()
     try:
-        return _load(config, on_progress or _ignore, blas)
+        return _load(config, on_progress or ignore_progress, blas)
     except BaseException as error:
         from pagedmlx.engine.runner import release_mlx
 
@@ -77,7 +74,3 @@ def _load_tokenizer(loaded: LoadedModel, config: EngineConfig) -> Tokenizer:
         eos_token_ids=loaded.eos_token_ids,
         trust_remote_code=config.trust_remote_code,
     )
-
-
-def _ignore(_what: str, _share: float | None) -> None:
-    pass

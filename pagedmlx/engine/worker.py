@@ -14,9 +14,9 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, TypeVar
 
 from pagedmlx.engine.frames import clear_frames
-from pagedmlx.engine.load import ProgressCallback
 from pagedmlx.engine.outputs import Job, OutputEvent
 from pagedmlx.errors import EngineClosedError, EngineDeadError, PagedMLXError, RequestFailedError
+from pagedmlx.progress import ProgressCallback
 
 if TYPE_CHECKING:
     from pagedmlx.engine.engine import Engine

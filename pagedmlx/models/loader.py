@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from pagedmlx.errors import ModelLoadError, ModelNotFoundError, UnsupportedModelError
+from pagedmlx.errors import ModelLoadError, ModelNotFoundError, UnsupportedModelError, first_line
 from pagedmlx.models.gguf import read_header
 from pagedmlx.models.gguf_llama import describe
 from pagedmlx.models.weights import cast_parameters, dequantize, main_dtype, named_parameters
-
-ProgressCallback = Callable[[str, float | None], None]
-"""Called with what is being done and the share done, from 0 to 1, or None when unknown."""
+from pagedmlx.progress import ProgressCallback, ignore_progress
 
 DTYPES: Mapping[str, mx.Dtype] = {
     "float16": mx.float16,
@@ -90,7 +88,7 @@ def load_model(
         UnsupportedModelError: A model type, tensor type or code that isn't run.
     """
     path = Path(path).expanduser().resolve()
-    report = on_progress or _ignore
+    report = on_progress or ignore_progress
     if not path.exists():
         raise ModelNotFoundError(
             f"{path}: no such folder or file", hint="check the path, or give a model's name"
@@ -130,10 +128,6 @@ def load_model(
     )
 
 
-def _ignore(_what: str, _share: float | None) -> None:
-    pass
-
-
 def _load_folder(path: Path, trust_remote_code: bool) -> tuple[nn.Module, dict[str, Any]]:
     config = _read_json(path / "config.json", required=True)
     model_type = config.get("model_type")
@@ -153,7 +147,7 @@ def _load_folder(path: Path, trust_remote_code: bool) -> tuple[nn.Module, dict[s
         return utils.load_model(path, lazy=True, trust_remote_code=trust_remote_code)
     except (Exception, SystemExit) as error:
         # mlx-lm raises what it comes across, and one model exits when a package is missing.
-        reason = _first_line(error)
+        reason = first_line(error)
         if isinstance(error, ValueError) and "not supported" in reason:
             raise UnsupportedModelError(
                 f"{path.name}: mlx-lm has no model type {model_type!r}",
@@ -192,7 +186,7 @@ def _load_gguf(path: Path) -> tuple[nn.Module, dict[str, Any], Mapping[str, Any]
     try:
         tensors = mx.load(str(path), format="gguf")
     except (RuntimeError, ValueError) as error:
-        raise ModelLoadError(f"{path.name}: MLX can't read it: {_first_line(error)}") from error
+        raise ModelLoadError(f"{path.name}: MLX can't read it: {first_line(error)}") from error
     assert isinstance(tensors, dict)
     config = dict(described.config)
     model = llama.Model(llama.ModelArgs.from_dict(config))
@@ -215,7 +209,7 @@ def _load_gguf(path: Path) -> tuple[nn.Module, dict[str, Any], Mapping[str, Any]
     try:
         model.load_weights(weights, strict=True)
     except ValueError as error:
-        raise ModelLoadError(f"{path.name}: {_first_line(error)}") from error
+        raise ModelLoadError(f"{path.name}: {first_line(error)}") from error
     model.eval()
     return model, config, header.metadata
 
@@ -232,7 +226,7 @@ def _evaluate(model: nn.Module, path: Path, report: ProgressCallback) -> int:
             report(f"loading {path.name}", done / total)
     except RuntimeError as error:
         raise ModelLoadError(
-            f"{path.name}: its weights can't be read: {_first_line(error)}",
+            f"{path.name}: its weights can't be read: {first_line(error)}",
             hint="the files are damaged, or memory is too small",
         ) from error
     return total
@@ -262,7 +256,7 @@ def _read_json(path: Path, *, required: bool) -> dict[str, Any]:
             f"{where} is missing", hint="give a folder that mlx-lm can load, or a .gguf file"
         ) from None
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelLoadError(f"{where} can't be read: {_first_line(error)}") from error
+        raise ModelLoadError(f"{where} can't be read: {first_line(error)}") from error
     if not isinstance(value, dict):
         raise ModelLoadError(f"{where} is not a JSON object")
     return value
@@ -294,8 +288,3 @@ def _model_id(path: Path, dtype: str) -> str:
         status = file.stat()
         digest.update(f"\0{file.name}\0{status.st_size}\0{status.st_mtime_ns}".encode())
     return digest.hexdigest()
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -10,7 +10,7 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from pagedmlx.core.batch import BatchArrays, GroupArrays
-from pagedmlx.errors import UnsupportedModelError
+from pagedmlx.errors import UnsupportedModelError, first_line
 from pagedmlx.kv.store import KVStore
 from pagedmlx.kv.writer import PoolWriter
 from pagedmlx.models.adapter import ModelAdapter
@@ -60,7 +60,7 @@ def probe_model(adapter: ModelAdapter, writer: PoolWriter | None = None) -> Prob
         result = _measure(adapter, writer)
     except Exception as error:
         # Anything may come out of model code that meets more rows than in the survey.
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise UnsupportedModelError(
             f"{model_type}: the model failed over the paged cache: {reason}"
         ) from error

@@ -10,7 +10,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from pagedmlx.core.groups import KVGroup, KVGroupKind
-from pagedmlx.errors import UnsupportedModelError
+from pagedmlx.errors import UnsupportedModelError, first_line
 from pagedmlx.kv.layout import LayerShape
 from pagedmlx.models.rows import RowSelection
 
@@ -57,7 +57,7 @@ def survey_model(
             logits = whole_model(tokens, cache=caches)
     except Exception as error:
         # Anything may come out of model code that meets an offset for each row.
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise UnsupportedModelError(
             f"{model_type}: the model can't run with a position for each row: {reason}"
         ) from error

@@ -14,9 +14,7 @@ from struct import unpack
 import mlx.core as mx
 
 from pagedmlx.core.sampling_params import SamplingParams
-
-INVALID_TOKEN = -1
-"""Takes the place of a token where a row's logits leave nothing to choose from."""
+from pagedmlx.core.step import INVALID_TOKEN
 
 # Divisors below this are raised to it; they are greedy already, and float32 must stay finite.
 _MIN_TEMPERATURE = 1e-9

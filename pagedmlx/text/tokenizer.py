@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pagedmlx.errors import InvalidRequestError, ModelLoadError, UnsupportedModelError
+from pagedmlx.errors import InvalidRequestError, ModelLoadError, UnsupportedModelError, first_line
 from pagedmlx.text.template import render_chat
 from pagedmlx.text.token_stream import ByteStream, TokenBytes, TokenStream, WindowStream
 
@@ -196,7 +196,7 @@ def load_tokenizer(
             str(path), local_files_only=True, trust_remote_code=trust_remote_code
         )
     except Exception as error:  # transformers raises anything from OSError to KeyError
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise ModelLoadError(
             f"{path}: the tokenizer can't be loaded: {reason}",
             hint="The folder needs tokenizer.json and tokenizer_config.json, whole.",

@@ -8,7 +8,7 @@ import pytest
 
 from pagedmlx.core.sampling_params import SamplingParams
 from pagedmlx.core.sequence import Sequence
-from pagedmlx.engine.engine import INVALID_TOKEN
+from pagedmlx.core.step import INVALID_TOKEN
 from pagedmlx.engine.outputs import Job, OutputEvent
 from pagedmlx.errors import InvalidRequestError, QueueFullError, RequestFailedError
 from pagedmlx.text.detokenizer import Detokenizer

@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 
 from pagedmlx.core.sampling_params import SamplingParams
-from pagedmlx.engine.engine import INVALID_TOKEN
 from pagedmlx.engine.inputs import MAX_PRIORITY, EngineLimits, PreparedJob, prepare_job
 from pagedmlx.engine.outputs import Job
 from pagedmlx.errors import ContextLengthError, InvalidRequestError, PoolTooSmallError
-from pagedmlx.sampling import sampler
 from tests.support.engines import EOS, VOCAB_SIZE, make_engine, run_jobs
 from tests.support.tokenizers import byte_ids, byte_tokenizer
 
@@ -161,7 +159,3 @@ def test_a_request_that_can_never_fit_is_refused_and_the_next_one_runs():
     params = SamplingParams(temperature=0.0, max_tokens=14)
     (output,) = run_jobs(engine, [Job(prompt="abc", sampling_params=params)])
     assert len(output.outputs[0].token_ids) == 14
-
-
-def test_engine_and_sampler_agree_on_the_mark_of_an_invalid_row():
-    assert INVALID_TOKEN == sampler.INVALID_TOKEN

@@ -8,7 +8,8 @@ import pytest
 
 from pagedmlx.core.sampling_params import SamplingParams
 from pagedmlx.core.sequence import Sequence
-from pagedmlx.engine.engine import INVALID_TOKEN, Engine
+from pagedmlx.core.step import INVALID_TOKEN
+from pagedmlx.engine.engine import Engine
 from pagedmlx.engine.outputs import Job, OutputCollector
 from pagedmlx.errors import PoolTooSmallError, QueueFullError
 from tests.support.engines import FakeRunner, assert_idle, hashed_letter, make_engine, run_job

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagedmlx.core.sampling_params import SamplingParams
-from pagedmlx.sampling.sampler import INVALID_TOKEN, Sampler, SampleRow, sampling_key
+from pagedmlx.core.step import INVALID_TOKEN
+from pagedmlx.sampling.sampler import Sampler, SampleRow, sampling_key
 
 VOCABULARY = 12
 GREEDY = SamplingParams(temperature=0.0)
