@@ -11,12 +11,16 @@
 //                   [5] where in plan its block table begins, [6] place of the partial result
 //          sinks    (H * FACTOR,) of any type, where HAS_SINKS and not SPLIT
 //          token    the newest token
+//          keys     (T, H, DK) of T, where WRITES: the new rows' K, which is not in the pool yet;
+//                   it is stored where the block table says, and then attended to like the rest
+//          values   (T, H, DV) of T, likewise
 // Outputs  not SPLIT, where each sequence is one item:
 //          out      (T, H * FACTOR, DV) of T
 //          SPLIT, where merge.metal follows:
 //          partials (items, H, PARTS * GH, DV) float32, weighted sums of V, not normalised
 //          stats    (items, H, PARTS * GH, 2) float32: maximum of the scores times log2(e), and
 //                   the sum of the weights relative to it
+//          written  (8,) int32, where WRITES: zeros, the next token
 // Grid     items * H * PARTS threadgroups of SIMDGROUPS * 32 threads; a threadgroup takes up to GH
 //          of the ROWS * FACTOR query vectors that share a KV head, in registers
 // Threadgroup memory: SIMDGROUPS * GH * (DV + 2) floats.
@@ -24,8 +28,8 @@
 // Numerics: products and sums in float32; softmax online, in powers of 2. Masked scores never meet
 // an infinity, and V outside the item's tokens counts as 0, whatever the slot holds.
 // Constants: T, KT (types); H, FACTOR, DK, DV, BS, SLOT_MAJOR, ROWS, GH, PARTS, U (tokens of a tile;
-// at least 2; U * GH is at most 32 and a power of 2), SIMDGROUPS, KW, VW (width of a load), SPLIT, HAS_SINKS,
-// HAS_SOFTCAP, QUERY_SCALE (scale * log2(e), or scale / softcap), SOFTCAP (softcap * log2(e)).
+// at least 2; U * GH is at most 32 and a power of 2), SIMDGROUPS, KW, VW (width of a load), SPLIT, WRITES,
+// HAS_SINKS, HAS_SOFTCAP, QUERY_SCALE (scale * log2(e), or scale / softcap), SOFTCAP (softcap * log2(e)).
 
 constexpr int KJ = (DK + 32 * KW - 1) / (32 * KW);
 constexpr int VJ = (DV + 32 * VW - 1) / (32 * VW);
@@ -41,6 +45,9 @@ constexpr int STRIDE = SLOT_MAJOR ? H : 1;
 const uint lane = thread_index_in_simdgroup;
 const int simdgroup = int(simdgroup_index_in_threadgroup);
 const int group = int(threadgroup_position_in_grid.x);
+#if WRITES
+if (group == 0 && thread_index_in_threadgroup < 8) written[thread_index_in_threadgroup] = 0;
+#endif
 const int part = group % PARTS;
 const int kv_head = (group / PARTS) % H;
 const int item = group / (PARTS * H);
@@ -54,6 +61,32 @@ const int context_len = work[4];
 const device int* table = plan + work[5];
 const int num_vectors = num_rows * FACTOR;
 if (part * GH >= num_vectors) return;
+
+#if WRITES
+// Each threadgroup that reads a new row stores it first; those that share it store the same.
+constexpr int VECTORS = (DK > DV ? DK : DV) / 4;
+for (int i = int(thread_index_in_threadgroup); i < num_rows * VECTORS; i += SIMDGROUPS * 32) {
+  const int row = i / VECTORS;
+  const int d = i % VECTORS * 4;
+  const int position = context_len - num_rows + row;
+  if (position < start || position >= end) continue;
+  const long id = table[position / BS];
+  const long place = SLOT_MAJOR ? (id * BS + position % BS) * H + kv_head
+                                : (id * H + kv_head) * BS + position % BS;
+  const long source = long(first_row + row) * H + kv_head;
+  if (d < DK) {
+    const vec<T, 4> x = *reinterpret_cast<const device vec<T, 4>*>(keys + source * DK + d);
+    device KT* to = const_cast<device KT*>(k_pool) + place * DK + d;
+    UNROLL for (int j = 0; j < 4; ++j) to[j] = KT(float(x[j]));
+  }
+  if (d < DV) {
+    const vec<T, 4> x = *reinterpret_cast<const device vec<T, 4>*>(values + source * DV + d);
+    device KT* to = const_cast<device KT*>(v_pool) + place * DV + d;
+    UNROLL for (int j = 0; j < 4; ++j) to[j] = KT(float(x[j]));
+  }
+}
+threadgroup_barrier(mem_flags::mem_device);
+#endif
 
 float q[GH][KJ * KW];
 UNROLL for (int g = 0; g < GH; ++g) {

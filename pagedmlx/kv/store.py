@@ -5,6 +5,8 @@ Which blocks a sequence holds is the core's business; how they are attended to i
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +15,16 @@ from pagedmlx.core.batch import NO_BLOCK, GroupArrays
 from pagedmlx.core.groups import KVGroupKind
 from pagedmlx.kv.layout import AxisOrder, KVLayout
 from pagedmlx.kv.writer import FunctionalWriter, LayerPool, PoolWriter
+
+
+@dataclass(frozen=True, slots=True)
+class Unwritten:
+    """Rows that belong into a layer's pool and are not there yet; see ``KVStore.write``."""
+
+    layer: int
+    keys: mx.array
+    values: mx.array
+    slots: mx.array
 
 
 class KVStore:
@@ -46,6 +58,7 @@ class KVStore:
         self.dtype: mx.Dtype = getattr(mx, layout.dtype)
         self._writer = writer or FunctionalWriter()
         self._token = self._writer.first_token()
+        self._unwritten: Unwritten | None = None
         # What a kernel is given for a token where the arrays themselves are ordered.
         self._no_token = mx.zeros(8, mx.int32)
         self._pools: dict[int, LayerPool] = {}
@@ -74,7 +87,37 @@ class KVStore:
             values: (T, num_kv_heads, v_head_dim).
             slots: (T,) int64, all distinct and within the pool; see ``check``.
         """
-        self._token = self._writer.write(self._pools[layer], keys, values, slots, self._token)
+        self._flush()
+        rows = Unwritten(layer, keys, values, slots)
+        if self._token is None:
+            self._write(rows)
+        else:
+            # The kernel that attends to them can write them too; whatever else comes, writes first.
+            self._unwritten = rows
+
+    def claim(self, layer: int, dtype: mx.Dtype) -> Unwritten | None:
+        """Take over the rows written last: this layer's, of that type, not in the pool yet.
+
+        Who claims them must write them to their slots, and say so by ``wrote``.
+        """
+        rows = self._unwritten
+        if rows is None or rows.layer != layer:
+            return None
+        if not rows.keys.dtype == rows.values.dtype == dtype:
+            return None
+        self._unwritten = None
+        return rows
+
+    @property
+    def token(self) -> mx.array:
+        """The newest token, with every pending write behind it; only where they are in place."""
+        self._flush()
+        assert self._token is not None
+        return self._token
+
+    def wrote(self, token: mx.array) -> None:
+        """Note that a kernel that took the newest token has written, and gave this one."""
+        self._token = token
 
     def copy_blocks(
         self, group: int, src: npt.NDArray[np.int32], dst: npt.NDArray[np.int32]
@@ -97,6 +140,7 @@ class KVStore:
         _check_range("block", src, self.num_blocks[group])
         _check_range("block", dst, self.num_blocks[group])
         _check_distinct("block", dst)
+        self._flush()
         pools = [self._pools[layer] for layer in self.layout.groups[group].layers]
         self._token = self._writer.copy_blocks(pools, src, dst, self._token)
 
@@ -106,6 +150,7 @@ class KVStore:
         The kernel must be called at once, with the token among its inputs, and must not write.
         The arrays must not be kept.
         """
+        self._flush()
         return self._pools[layer], self._no_token if self._token is None else self._token
 
     def gather(self, layer: int, block_tables: mx.array) -> tuple[mx.array, mx.array]:
@@ -152,6 +197,7 @@ class KVStore:
 
         After this no read is in flight, so the next functional writes run in place.
         """
+        self._flush()
         self._evaluate(*outputs)
 
     def submit(self, *outputs: mx.array) -> None:
@@ -162,12 +208,23 @@ class KVStore:
         if self._token is None:
             self.commit(*outputs)
             return
+        self._flush()
         mx.async_eval(*outputs, self._token)
         for output in outputs:
             if output.size:
                 # Reads of this step are ordered only against what depends on their results.
                 done = output.reshape(-1)[:1].astype(mx.int32)
                 self._token = mx.bitwise_and(done, 0) + self._token
+
+    def _flush(self) -> None:
+        if self._unwritten is not None:
+            rows, self._unwritten = self._unwritten, None
+            self._write(rows)
+
+    def _write(self, rows: Unwritten) -> None:
+        self._token = self._writer.write(
+            self._pools[rows.layer], rows.keys, rows.values, rows.slots, self._token
+        )
 
     def _evaluate(self, *outputs: mx.array) -> None:
         mx.eval(*outputs, *(self._arrays() if self._token is None else [self._token]))
@@ -178,6 +235,7 @@ class KVStore:
 
     def _after_writes(self, ids: mx.array) -> mx.array:
         """The same ids, but known only once every pending write has happened."""
+        self._flush()
         return ids if self._token is None else ids + self._token[:1].astype(ids.dtype)
 
     def check(self, group: int, arrays: GroupArrays) -> None:

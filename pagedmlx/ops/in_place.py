@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from pagedmlx.kv.layout import AxisOrder
+from pagedmlx.kv.layout import AxisOrder, KVLayout
 from pagedmlx.kv.writer import LayerPool
 from pagedmlx.ops.launch import Launch, Launcher
 from pagedmlx.ops.variants import COPY_THREADS, CopyVariant, PoolShape, WriteVariant
@@ -147,6 +147,19 @@ def pool_shape(pool: LayerPool) -> PoolShape:
         pool.values.shape[-1],
         block_size,
         slot_major,
+    )
+
+
+def layer_shape(layout: KVLayout, layer: int) -> PoolShape:
+    """The same from the pool's layout."""
+    shape = layout.layers[layer]
+    return PoolShape(
+        layout.dtype,
+        shape.num_kv_heads,
+        shape.k_head_dim,
+        shape.v_head_dim,
+        layout.block_size,
+        layout.order is AxisOrder.SLOT_MAJOR,
     )
 
 

@@ -6,6 +6,7 @@ that isn't faster, through ``chunks``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
@@ -13,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedmlx.core.batch import BatchArrays
-from pagedmlx.kv.store import KVStore
+from pagedmlx.kv.store import KVStore, Unwritten
 from pagedmlx.ops.base import AttentionParams, PagedBatch
 from pagedmlx.ops.chunks import Chunk, attend_chunk, plan_chunk
-from pagedmlx.ops.in_place import dtype_name, pool_shape
+from pagedmlx.ops.in_place import dtype_name, layer_shape
 from pagedmlx.ops.launch import SIMD_WIDTH, Launch, Launcher
 from pagedmlx.ops.prefill import (
     Prefill,
@@ -34,7 +35,7 @@ from pagedmlx.ops.variants import (
     MergeVariant,
     PoolShape,
 )
-from pagedmlx.ops.worklist import choose_chunk, fixed_chunks, make_work_list
+from pagedmlx.ops.worklist import WorkList, choose_chunk, fixed_chunks, make_work_list
 
 DEFAULT_WAVE = 528
 """Threadgroups of 4 SIMD-groups that an H200 runs at once: 132 multiprocessors with 4 each."""
@@ -73,6 +74,7 @@ class KernelBackend:
         self._gathers: dict[PoolShape, GatherVariant] = {}
         self._batch: PagedBatch | None = None
         self._plans: dict[tuple[int, int | None, int], _Plan] = {}
+        self._kinds: dict[tuple[int, int | None, int], DecodeVariant] = {}
         self._layers: dict[int, tuple[object, DecodeVariant]] = {}
         self._variants: dict[DecodeVariant, DecodeVariant] = {}
         self._merges: dict[MergeVariant, MergeVariant] = {}
@@ -98,9 +100,39 @@ class KernelBackend:
             elif isinstance(part.work, Prefill):
                 parts.append(attend_prefill(self._launch, rows, layer, store, part.work, params))
             else:
-                parts.append(self._decode(rows, layer, store, part.work, params))
+                # A launch with all rows of the step, each in one threadgroup, can also write them.
+                alone = len(plan.parts) == 1 and plan.order is None
+                can_write = alone and part.work.variant.parts == 1
+                new = store.claim(layer, rows.dtype) if can_write else None
+                parts.append(self._decode(rows, layer, store, part.work, params, new))
         output = parts[0] if len(parts) == 1 else mx.concatenate(parts)
         return output if plan.inverse is None else output[plan.inverse]
+
+    def plan_ahead(self, batch: PagedBatch) -> DecodePlans | None:
+        """Plan a step before the model runs, for the kinds of layers that the last step had.
+
+        Returns:
+            None for a step with more than single rows, or before any step has shown the layers.
+        """
+        host = batch.host
+        if not self._kinds or host.num_rows != host.num_decodes:
+            return None
+        sequences = np.arange(host.num_rows)
+        return DecodePlans(
+            tuple(self._kinds),
+            tuple(
+                self._plan_decode(host, sequences, group, window, base)
+                for (group, window, _), base in self._kinds.items()
+            ),
+        )
+
+    def follow(self, batch: PagedBatch, plans: DecodePlans, arrays: Sequence[mx.array]) -> None:
+        """Take these plans for a batch, their arrays being given anew."""
+        self._batch = batch
+        self._plans = {
+            key: _Plan((_Part(slice(0, work.num_rows), replace(work, plan=array)),), None, None)
+            for key, work, array in zip(plans.keys, plans.works, arrays, strict=True)
+        }
 
     def _plan(
         self,
@@ -119,6 +151,7 @@ class KernelBackend:
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plans[key] = self._make_plan(batch.host, group, params.window, base)
+            self._kinds[key] = base
         return plan
 
     def _layer_variant(
@@ -130,7 +163,7 @@ class KernelBackend:
         kind = (queries.shape[1], queries.dtype, store.layout, settings)
         if known is not None and known[0] == kind:
             return known[1]
-        shape = pool_shape(store.bind(layer)[0])
+        shape = layer_shape(store.layout, layer)
         variant = DecodeVariant(
             pool=shape,
             dtype=dtype_name(queries.dtype),
@@ -205,12 +238,17 @@ class KernelBackend:
         if work.max_chunks == 1 and not fixed:
             if 2 * work.num_items * groups_per_item <= self._wave and whole.can_be_wider:
                 whole = self._interned(replace(whole, num_simdgroups=2 * whole.num_simdgroups))
-            return _Decode(mx.array(work.plan), work.num_items, work.num_rows, whole, None)
+            return self._steps(work, whole, None)
         split = self._interned(replace(base, rows=rows, split=True))
         many = fixed or work.max_chunks > _MANY_CHUNKS
         merge = MergeVariant(split, _MERGE_SIMDGROUPS if many else 1)
         merge = self._merges.setdefault(merge, merge)
-        return _Decode(mx.array(work.plan), work.num_items, work.num_rows, split, merge)
+        return self._steps(work, split, merge)
+
+    def _steps(self, work: WorkList, variant: DecodeVariant, merge: MergeVariant | None) -> _Decode:
+        writing = self._interned(replace(variant, writes=True))
+        plan = mx.array(work.plan)
+        return _Decode(plan, work.num_items, work.num_rows, variant, writing, merge)
 
     def _interned(self, variant: DecodeVariant) -> DecodeVariant:
         """The one object for equal variants, so that texts are put together once."""
@@ -223,35 +261,32 @@ class KernelBackend:
         store: KVStore,
         work: _Decode,
         params: AttentionParams,
+        new: Unwritten | None,
     ) -> mx.array:
         pool, token = store.bind(layer)
-        variant = work.variant
+        variant = work.variant if new is None else work.writing
         num_kv_heads, v_head_dim = variant.pool.num_kv_heads, variant.pool.v_head_dim
         sinks = [] if params.sinks is None else [params.sinks]
         out_shape = (work.num_rows, num_kv_heads * variant.factor, v_head_dim)
+        inputs = [queries, pool.keys, pool.values, work.plan]
+        shapes: list[tuple[int, ...]] = [out_shape]
+        dtypes = [queries.dtype]
         if work.merge is None:
-            shapes, dtypes = [out_shape], [queries.dtype]
+            inputs += sinks
         else:
             partials = (work.num_items, num_kv_heads, variant.vectors)
-            shapes, dtypes = [(*partials, v_head_dim), (*partials, 2)], [mx.float32, mx.float32]
+            shapes = [(*partials, v_head_dim), (*partials, 2)]
+            dtypes = [mx.float32, mx.float32]
+        inputs.append(token)
+        if new is not None:
+            inputs += [new.keys, new.values]
+            shapes = [*shapes, token.shape]
+            dtypes = [*dtypes, token.dtype]
         threads = variant.num_simdgroups * SIMD_WIDTH
-        outputs = self._launch(
-            Launch(
-                variant.kernel,
-                [
-                    queries,
-                    pool.keys,
-                    pool.values,
-                    work.plan,
-                    *(sinks if work.merge is None else []),
-                    token,
-                ],
-                work.num_items * num_kv_heads * variant.parts * threads,
-                threads,
-                shapes,
-                dtypes,
-            )
-        )
+        num_threads = work.num_items * num_kv_heads * variant.parts * threads
+        outputs = self._launch(Launch(variant.kernel, inputs, num_threads, threads, shapes, dtypes))
+        if new is not None:
+            store.wrote(outputs.pop())
         if work.merge is None:
             return outputs[0]
         threads = work.merge.num_simdgroups * SIMD_WIDTH
@@ -269,13 +304,43 @@ class KernelBackend:
 
 @dataclass(frozen=True, slots=True)
 class _Decode:
-    """Sequences with few rows: the plan on the device and the kernels that follow it."""
+    """Sequences with few rows: the plan on the device and the kernels that follow it.
+
+    ``writing`` is ``variant`` that also writes the rows' K and V.
+    """
 
     plan: mx.array
     num_items: int
     num_rows: int
     variant: DecodeVariant
+    writing: DecodeVariant
     merge: MergeVariant | None
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlans:
+    """What a step of single rows does in every kind of layer.
+
+    Attributes:
+        keys: The kinds of layers.
+        works: Their plans.
+    """
+
+    keys: tuple[tuple[int, int | None, int], ...]
+    works: tuple[_Decode, ...]
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """What of the plans is on the device and differs from step to step."""
+        return [work.plan for work in self.works]
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """What must agree for two steps to be the same graph."""
+        return tuple(
+            (key, work.num_items, work.num_rows, work.plan.size, work.variant, work.merge)
+            for key, work in zip(self.keys, self.works, strict=True)
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,6 +127,7 @@ class DecodeVariant:
         scale: Factor on q.k.
         softcap: As in ``AttentionParams``.
         num_simdgroups: SIMD-groups of a threadgroup.
+        writes: Whether the kernel also writes the rows' K and V.
     """
 
     pool: PoolShape
@@ -138,6 +139,7 @@ class DecodeVariant:
     scale: float = 1.0
     softcap: float | None = None
     num_simdgroups: int = 4
+    writes: bool = False
 
     @cached_property
     def heads_per_group(self) -> int:
@@ -197,6 +199,7 @@ class DecodeVariant:
             "KW": _load_width(self.pool.k_head_dim),
             "VW": _load_width(self.pool.v_head_dim),
             "SPLIT": int(self.split),
+            "WRITES": int(self.writes),
             "HAS_SINKS": int(sinks),
             "HAS_SOFTCAP": int(self.softcap is not None),
             "QUERY_SCALE": scale,
@@ -205,8 +208,16 @@ class DecodeVariant:
         return make_kernel(
             "decode",
             constants,
-            ("queries", "k_pool", "v_pool", "plan", *(("sinks",) if sinks else ()), "token"),
-            ("partials", "stats") if self.split else ("out",),
+            (
+                *("queries", "k_pool", "v_pool", "plan"),
+                *(("sinks",) if sinks else ()),
+                "token",
+                *(("keys", "values") if self.writes else ()),
+            ),
+            (
+                *(("partials", "stats") if self.split else ("out",)),
+                *(("written",) if self.writes else ()),
+            ),
             threadgroup_bytes=self._threadgroup_bytes,
         )
 

@@ -90,7 +90,7 @@ class FiberLauncher:
         if self.change:
             source = self.change(kernel, source)
         inputs = dict(zip(kernel.input_names, map(as_numpy, launch.inputs), strict=True))
-        writes = kernel.output_names == ("written",)
+        writes = "written" in kernel.output_names
         outputs = {
             name: Output(tuple(shape), numpy_dtype(dtype))
             for name, shape, dtype in zip(

@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 
 from pagedmlx.core.batch import BatchArrays
+from pagedmlx.kv.layout import AxisOrder
 from pagedmlx.ops.base import AttentionParams, upload
 from pagedmlx.ops.in_place import InPlaceWriter
 from pagedmlx.ops.kernels import KernelBackend, unsupported
 from pagedmlx.ops.variants import HEAD_DIMS, DecodeVariant, MergeVariant, PoolShape
-from tests.metal.launcher import FiberLauncher
+from tests.metal.check import check
+from tests.metal.launcher import FiberLauncher, RecordingLauncher
 from tests.support.attention import make_case
 
 PARAMS = AttentionParams(scale=0.125)
@@ -51,6 +53,65 @@ def test_neighbours_change_no_bit_in_deterministic_mode(sinks: bool) -> None:
             queries=case.queries[rows],
         ).attend(KernelBackend(launcher, deterministic=True), params)
         assert np.array_equal(alone, together[rows])
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("dtypes", [("float16", "float16"), ("bfloat16", "float32")])
+def test_the_kernel_that_writes_passes_the_strict_check(
+    dtypes: tuple[str, str], split: bool
+) -> None:
+    recorder = RecordingLauncher()
+    case = make_case(
+        [(40, 1), (299, 1)],
+        factor=4,
+        k_head_dim=96,
+        v_head_dim=64,
+        dtype=dtypes[0],
+        writer=InPlaceWriter(recorder),
+    )
+    rows = [mx.zeros((2, 2, dim), getattr(mx, dtypes[1])) for dim in (96, 64)]
+    case.store.write(0, *rows, case.batch.groups[0].slot_mapping)
+    recorder.sources.clear()
+    queries = case.queries.astype(rows[0].dtype)
+    backend = KernelBackend(recorder, 1 << 20 if split else 1)
+    backend.attend(queries, 0, 0, case.store, case.batch, PARAMS)
+    assert any("written" in kernel.output_names for kernel in recorder.sources.values())
+    assert not [d for source in recorder.sources for d in check(source).diagnostics]
+
+
+@pytest.mark.parametrize("wave", [1, 1 << 20], ids=["whole", "cut"])
+@pytest.mark.parametrize("order", AxisOrder)
+@pytest.mark.parametrize("pool_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("spans", [[(40, 1), (299, 1), (0, 1)], [(63, 2), (126, 5)]], ids=str)
+def test_rows_that_the_kernel_writes_itself_are_as_if_written_before(
+    spans: list[tuple[int, int]], pool_dtype: str, order: AxisOrder, wave: int
+) -> None:
+    results = []
+    for fused in (True, False):
+        launcher = FiberLauncher()
+        case = make_case(
+            spans,
+            k_head_dim=64,
+            v_head_dim=128,
+            dtype=pool_dtype,
+            order=order,
+            writer=InPlaceWriter(launcher),
+        )
+        num_rows = case.queries.shape[0]
+        keys = mx.random.normal((num_rows, 2, 64), key=mx.random.key(1))
+        values = mx.random.normal((num_rows, 2, 128), key=mx.random.key(2))
+        launcher.executed.clear()
+        case.store.write(0, keys, values, case.batch.groups[0].slot_mapping)
+        if not fused:
+            case.store.commit()
+        queries = case.queries.astype(mx.float32)
+        backend = KernelBackend(launcher, wave)
+        output = backend.attend(queries, 0, 0, case.store, case.batch, PARAMS)
+        assert fused != any("write" in name for name in launcher.executed)
+        slots = case.batch.groups[0].slot_mapping[None]
+        results.append([output, *case.store.gather_slots(0, slots)])
+    for together, apart in zip(*results, strict=True):
+        assert mx.array_equal(together, apart)
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
