@@ -376,8 +376,10 @@ def python() -> Iterator[Python]:
 
 
 SETUP = """
-import sys, time
+import signal, sys, time
 from pagedmlx import LLM, SamplingParams
+# A shell's background jobs, and all that they start, ignore it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 def load():
     return LLM(sys.argv[1], num_blocks=32)
 """

@@ -99,8 +99,9 @@ class KernelBackend:
                 parts.append(attend_prefill(self._launch, rows, layer, store, part.work, params))
             else:
                 # A launch with all rows of the step, each in one threadgroup, can also write them.
+                # Where a merge follows, that was slower than a launch of its own.
                 alone = len(plan.parts) == 1 and plan.order is None
-                can_write = alone and part.work.variant.parts == 1
+                can_write = alone and part.work.variant.parts == 1 and part.work.merge is None
                 new = store.claim(layer, rows.dtype) if can_write else None
                 parts.append(self._decode(rows, layer, store, part.work, params, new))
         output = parts[0] if len(parts) == 1 else mx.concatenate(parts)

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from pagedmlx import embedded, hub
+from pagedmlx.engine import kernel_check
+from pagedmlx.engine.kernel_check import KernelCheck, KernelReport
 from tests.cli.conftest import Cli
 
 
@@ -116,6 +118,34 @@ def test_doctor_tells_device_versions_attention_and_what_is_missing(cli: Cli) ->
     text = cli("doctor").out
     assert found["device"] in text
     assert found["folders"]["config"] in text
+
+
+def test_doctor_says_in_one_line_that_kernels_need_a_gpu(cli: Cli) -> None:
+    result = cli("doctor", "--kernels")
+    assert result.code == 0
+    (line,) = [line for line in result.out.splitlines() if line.startswith("kernel")]
+    assert line.startswith("kernels: gather should serve: kernels need a GPU")
+    found = json.loads(cli("doctor", "--kernels", "--json").out)["kernels"]
+    assert (found["path"], found["ok"], found["checks"]) == ("gather", True, [])
+    assert "kernels" not in json.loads(cli("doctor", "--json").out)
+
+
+@pytest.mark.parametrize("problem", [None, "it does not compile"])
+def test_doctor_names_a_wrong_kernel_and_fails(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, problem: str | None
+) -> None:
+    right = KernelCheck("decode, float16", True, 1e-4, 1e-2, None)
+    wrong = KernelCheck("prefill, float16", False, None if problem else 0.5, 1e-2, problem)
+    report = KernelReport("gather", "1 of 2 failed: prefill, float16", False, (right, wrong))
+    monkeypatch.setattr(kernel_check, "check_kernels", lambda: report)
+    result = cli("doctor", "--kernels")
+    assert result.code == 1
+    assert "kernel ok: decode, float16: error 0.0001, 0.01 allowed" in result.out
+    assert f"kernel WRONG: prefill, float16: {problem or 'error 0.5, 0.01 allowed'}" in result.out
+    assert result.err.startswith("error: 1 of 2 failed")
+    result = cli("doctor", "--kernels", "--json")
+    assert result.code == 1
+    assert json.loads(result.out)["kernels"]["checks"][1]["problem"] == problem
 
 
 def test_doctor_without_mlx_says_so_and_fails(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

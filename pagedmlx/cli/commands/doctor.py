@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,10 +11,18 @@ from pagedmlx import __version__
 from pagedmlx.cli import render
 from pagedmlx.cli.settings import config_file
 
+if TYPE_CHECKING:
+    from pagedmlx.engine.kernel_check import KernelReport
+
 _PACKAGES = ("mlx", "mlx-lm", "transformers", "tokenizers", "huggingface-hub", "numpy")
 
 
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False) -> None:
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
+    kernels: Annotated[
+        bool, typer.Option("--kernels", help="Also compile some kernels and check their results.")
+    ] = False,
+) -> None:
     """Show the device, its limits, versions, and what doesn't work here and why."""
     import platform
 
@@ -23,6 +31,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] 
     from pagedmlx.engine.diagnosis import diagnose
 
     found = diagnose()
+    report = _check_kernels() if kernels and found.problem is None else None
     versions = {name: _version(name) for name in _PACKAGES}
     folders = {
         "cache": str(cache_folder()),
@@ -39,6 +48,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] 
                 "versions": versions,
                 "folders": folders,
             }
+            | ({"kernels": None if report is None else asdict(report)} if kernels else {})
         )
     else:
         lines = {
@@ -57,9 +67,28 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] 
         render.pairs(lines)
         for reason in found.unsupported:
             render.text(f"not here: {reason}")
+        if report is not None:
+            _show(report)
     if found.problem is not None:
         render.error(found.problem, "on Linux: pip install 'pagedmlx[cpu]'")
         raise typer.Exit(1)
+    if report is not None and not report.ok:
+        render.error(report.reason, "scripts/verify_on_mac.py makes a report to attach to an issue")
+        raise typer.Exit(1)
+
+
+def _check_kernels() -> KernelReport:
+    from pagedmlx.engine.kernel_check import check_kernels
+
+    return check_kernels()
+
+
+def _show(report: KernelReport) -> None:
+    for check in report.checks:
+        # What a compiler says is of any length.
+        outcome = check.problem or f"error {check.error:.1g}, {check.tolerance:.1g} allowed"
+        render.text(f"kernel {'ok' if check.ok else 'WRONG'}: {check.name}: {outcome}")
+    render.text(f"kernels: {report.path} should serve: {report.reason}")
 
 
 def _version(name: str) -> str:

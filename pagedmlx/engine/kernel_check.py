@@ -1,0 +1,210 @@
+"""A handful of kernels beside the reference backend, for ``pagedmlx doctor --kernels``.
+
+It finds what is wrong, not what is inexact; ``scripts/check_kernels.py`` compares with float64.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from pagedmlx.core.batch import NO_BLOCK, BatchArrays, GroupArrays
+from pagedmlx.core.groups import KVGroup, KVGroupKind
+from pagedmlx.errors import first_line
+from pagedmlx.kv.layout import KVLayout, LayerShape
+from pagedmlx.kv.store import KVStore
+from pagedmlx.kv.writer import FunctionalWriter
+from pagedmlx.ops import AttentionPath
+from pagedmlx.ops.base import AttentionParams, upload
+from pagedmlx.ops.in_place import InPlaceWriter
+from pagedmlx.ops.kernels import KernelBackend
+from pagedmlx.ops.launch import Launcher, MLXLauncher, gpu_platform
+from pagedmlx.ops.prefill import PrefillPath
+from pagedmlx.ops.reference import ReferenceBackend
+
+TOLERANCES = {"float32": 5e-3, "float16": 1e-2, "bfloat16": 5e-2}
+"""Largest difference between outputs of about 1; a GPU's own float32 products may be inexact."""
+
+_BLOCK_SIZE = 16
+_NUM_KV_HEADS = 2
+# Threadgroups to fill: never cut a sequence, or cut it into the shortest parts.
+_WHOLE, _IN_PARTS = 1, 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCheck:
+    """One variant.
+
+    Attributes:
+        name: What ran.
+        ok: Whether it agrees with the reference backend.
+        error: Largest difference; None if it didn't run.
+        tolerance: What that may be.
+        problem: Why it didn't run, or None.
+    """
+
+    name: str
+    ok: bool
+    error: float | None
+    tolerance: float
+    problem: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class KernelReport:
+    """What came out.
+
+    Attributes:
+        path: The attention backend to expect of ``auto``.
+        reason: Why that one.
+        ok: Whether no check failed.
+        checks: The variants; none without a GPU.
+    """
+
+    path: str
+    reason: str
+    ok: bool
+    checks: tuple[KernelCheck, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """Sequences that compute tokens [start, start + count), and the layer they meet."""
+
+    name: str
+    dtype: str
+    head_dim: int
+    factor: int
+    spans: tuple[tuple[int, int], ...]
+    window: int | None = None
+    sinks: bool = False
+    wave: int = _WHOLE
+    prefill: PrefillPath = PrefillPath.KERNEL
+
+
+_DECODES = ((15, 1), (16, 1), (40, 1), (299, 1))
+_CHUNKS = ((40, 1), (0, 17), (30, 41))
+_CASES = (
+    _Case("decode", "float16", 64, 3, _DECODES),
+    _Case("decode in parts", "bfloat16", 128, 4, _DECODES, wave=_IN_PARTS),
+    _Case("decode of several rows, window, sinks", "float32", 64, 2, ((30, 4), (9, 3)), 20, True),
+    _Case("prefill", "float16", 64, 3, _CHUNKS),
+    _Case("prefill, window", "bfloat16", 128, 4, _CHUNKS, 20),
+    _Case("prefill by gather", "float16", 64, 3, _CHUNKS, prefill=PrefillPath.GATHER),
+)
+
+
+def check_kernels(launcher: Launcher | None = None) -> KernelReport:
+    """Compile and run some variants, and say which attention backend to expect.
+
+    Args:
+        launcher: Runs the kernels; that of the default device if None.
+    """
+    if launcher is None:
+        platform = gpu_platform()
+        if platform is None:
+            return KernelReport(
+                "gather", "kernels need a GPU, and MLX computes on the CPU here", True, ()
+            )
+        launcher = MLXLauncher(platform)
+    checks = tuple(_check(case, launcher) for case in _CASES)
+    failed = [check.name for check in checks if not check.ok]
+    if failed:
+        reason = (
+            f"{len(failed)} of {len(checks)} kernel checks failed ({'; '.join(failed)}); "
+            "the comparison at load has the last word for each model"
+        )
+        return KernelReport("gather", reason, False, checks)
+    reason = (
+        f"{len(checks)} kernel checks agree with the reference backend; each model's logits are "
+        "compared with mlx-lm's at load"
+    )
+    return KernelReport("kernels", reason, True, checks)
+
+
+def _check(case: _Case, launcher: Launcher) -> KernelCheck:
+    name, tolerance = f"{case.name}, {case.dtype}", TOLERANCES[case.dtype]
+    kernels = AttentionPath(
+        KernelBackend(launcher, case.wave, prefill=case.prefill), InPlaceWriter(launcher)
+    )
+    reference = AttentionPath(ReferenceBackend(), FunctionalWriter())
+    try:
+        found, expected = (_attend(case, path) for path in (kernels, reference))
+    except Exception as error:  # whatever a compiler or a device has to say
+        return KernelCheck(name, False, None, tolerance, first_line(error))
+    difference = float(np.abs(found - expected).max())
+    if np.isnan(difference):
+        return KernelCheck(name, False, None, tolerance, "the output holds NaN")
+    return KernelCheck(name, difference <= tolerance, difference, tolerance, None)
+
+
+def _attend(case: _Case, path: AttentionPath) -> np.ndarray:
+    """Write the past, copy a block, write the step's rows, and attend; the same for each path."""
+    rng = np.random.default_rng(0)
+    layout = KVLayout(
+        block_size=_BLOCK_SIZE,
+        dtype=case.dtype,
+        layers=(LayerShape(_NUM_KV_HEADS, case.head_dim, case.head_dim),),
+        groups=(KVGroup(KVGroupKind.FULL, (0,)),),
+    )
+    lengths = [start + count for start, count in case.spans]
+    widths = [-(-length // _BLOCK_SIZE) for length in lengths]
+    # The spare block is the last to be drawn.
+    ids = rng.permutation(sum(widths) + 1).astype(np.int32)
+    tables = np.full((len(widths), max(widths)), NO_BLOCK, np.int32)
+    for row, end, width in zip(tables, np.cumsum(widths), widths, strict=True):
+        row[:width] = ids[end - width : end]
+    # Slots that nobody writes hold NaN, so that reading one shows.
+    store = KVStore(layout, (len(ids),), float("nan"), path.writer)
+
+    def normal(num_rows: int, num_heads: int) -> mx.array:
+        values = rng.standard_normal((num_rows, num_heads, case.head_dim), np.float32)
+        return mx.array(values).astype(getattr(mx, case.dtype))
+
+    def write(slots: np.ndarray) -> None:
+        keys, values = (normal(len(slots), _NUM_KV_HEADS) for _ in range(2))
+        store.write(0, keys, values, mx.array(slots))
+
+    def slots(spans: list[tuple[int, int]]) -> np.ndarray:
+        return np.concatenate(
+            [
+                table[(at := np.arange(*span)) // _BLOCK_SIZE].astype(np.int64) * _BLOCK_SIZE
+                + at % _BLOCK_SIZE
+                for table, span in zip(tables, spans, strict=True)
+            ]
+        )
+
+    write(slots([(0, start) for start, _ in case.spans]))
+    store.copy_blocks(0, tables[0, :1].copy(), ids[-1:])
+    tables[0, 0] = ids[-1]
+    step = slots([(start, start + count) for start, count in case.spans])
+    write(step)
+    num_heads = _NUM_KV_HEADS * case.factor
+    params = AttentionParams(
+        scale=case.head_dim**-0.5,
+        window=case.window,
+        sinks=mx.array(np.linspace(-1, 1, num_heads, dtype=np.float32)) if case.sinks else None,
+    )
+    batch = upload(_batch(case, tables, step))
+    output = path.backend.attend(normal(len(step), num_heads), 0, 0, store, batch, params)
+    store.commit(output)
+    return np.array(output.astype(mx.float32))
+
+
+def _batch(case: _Case, tables: np.ndarray, slots: np.ndarray) -> BatchArrays:
+    starts, counts = np.array(case.spans, np.int32).T
+    rows = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    none = np.empty(0, np.int32)
+    return BatchArrays(
+        sequences=(),
+        num_decodes=int(np.count_nonzero(counts == 1)),
+        token_ids=np.zeros(len(slots), np.int32),
+        positions=np.concatenate([s + np.arange(n, dtype=np.int32) for s, n in case.spans]),
+        query_start_loc=rows,
+        context_lens=starts + counts,
+        sample_rows=rows[1:] - 1,
+        sample_sequences=(),
+        groups=(GroupArrays(slots, tables, copy_src=none, copy_dst=none),),
+    )

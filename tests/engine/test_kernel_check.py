@@ -1,0 +1,55 @@
+"""What ``doctor --kernels`` finds out, with the kernels executed on the processor."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from pagedmlx.engine.kernel_check import check_kernels
+from pagedmlx.ops.launch import Kernel, Launch
+from tests.metal.launcher import FiberLauncher
+
+
+def test_without_a_gpu_gather_serves_and_nothing_fails():
+    report = check_kernels()
+    assert (report.path, report.ok, report.checks) == ("gather", True, ())
+    assert "need a GPU" in report.reason
+
+
+def test_right_kernels_agree_and_each_of_them_runs():
+    launcher = FiberLauncher()
+    report = check_kernels(launcher)
+    assert report.ok
+    assert report.path == "kernels"
+    for kernel in ("write", "copy_blocks", "decode", "merge", "prefill", "gather"):
+        assert any(name.startswith(f"paged_{kernel}_") for name in launcher.executed)
+
+
+def test_a_wrong_kernel_is_named_and_gather_expected():
+    def plant(kernel: Kernel, source: str) -> str:
+        if "prefill" not in kernel.name:
+            return source
+        return source.replace("position >= my_end", "position > my_end + 7")
+
+    report = check_kernels(FiberLauncher(change=plant))
+    failed = {check.name for check in report.checks if not check.ok}
+    assert failed == {"prefill, float16", "prefill, window, bfloat16"}
+    assert (report.ok, report.path) == (False, "gather")
+    assert "prefill, float16" in report.reason
+
+
+def test_a_kernel_that_does_not_compile_hides_no_other():
+    inner = FiberLauncher()
+
+    class Refusing:
+        platform = inner.platform
+
+        def __call__(self, launch: Launch) -> list[mx.array]:
+            if "merge" in launch.kernel.name:
+                raise RuntimeError("program_source:7: error: use of undeclared identifier\nmore")
+            return inner(launch)
+
+    report = check_kernels(Refusing())
+    (failed,) = [check for check in report.checks if not check.ok]
+    assert failed.name == "decode in parts, bfloat16"
+    assert "undeclared identifier" in str(failed.problem)
+    assert "\n" not in str(failed.problem)
