@@ -77,6 +77,10 @@ class UnsupportedModelError(ModelLoadError):
     """The files are sound, but this model can't run through the paged engine."""
 
 
+class KernelError(PagedMLXError):
+    """A kernel can't be compiled or launched on this device."""
+
+
 class EngineClosedError(PagedMLXError):
     """The engine was closed; it takes no more work."""
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 
+from pagedmlx.errors import KernelError, first_line
 from pagedmlx.ops.sources import read_source
 
 MAX_THREADGROUP_BYTES = 32 * 1024
@@ -101,10 +102,27 @@ class MLXLauncher:
         self._functions: dict[str, Any] = {}
 
     def __call__(self, launch: Launch) -> list[mx.array]:
-        """See ``Launcher``."""
+        """See ``Launcher``; a kernel's first launch is waited for.
+
+        Raises:
+            KernelError: The kernel can't be compiled or launched on this device.
+        """
         function = self._functions.get(launch.kernel.name)
-        if function is None:
-            function = self.function(launch.kernel)
+        if function is not None:
+            return self._call(function, launch)
+        try:
+            outputs = self._call(self.function(launch.kernel), launch)
+            # MLX compiles when a launch is evaluated, and doesn't say for which kernel it failed.
+            mx.eval(outputs)
+        except Exception as error:
+            self._functions.pop(launch.kernel.name, None)
+            raise KernelError(
+                f"kernel {launch.kernel.name} fails on this device: {first_line(error)}",
+                hint="--attention-backend gather does without, and please report it",
+            ) from error
+        return outputs
+
+    def _call(self, function: Any, launch: Launch) -> list[mx.array]:
         return function(
             inputs=launch.inputs,
             grid=(launch.num_threads, 1, 1),
