@@ -52,13 +52,11 @@ async def collect(engine: AsyncEngine, job: Job) -> list[RequestOutput]:
 
 
 async def until_idle(engine: AsyncEngine) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while True:
-            stats = await engine.stats()
-            if stats.num_running + stats.num_waiting == 0:
-                break
-            await asyncio.sleep(0.001)
     inner = engine._worker.engine
+    async with asyncio.timeout(WAIT_S):
+        # A step may still be under way when the last request has ended.
+        while await asyncio.wrap_future(engine._worker.call(lambda: inner.has_unfinished)):
+            await asyncio.sleep(0.001)
     await asyncio.wrap_future(engine._worker.call(lambda: assert_idle(inner)))
     assert not engine._worker._subscribers
 
