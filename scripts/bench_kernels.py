@@ -10,24 +10,26 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import mlx.core as mx
 import numpy as np
-from report import save
 
 from pagedmlx.core.batch import BatchArrays, GroupArrays
 from pagedmlx.core.groups import KVGroup, KVGroupKind
+from pagedmlx.engine.memory import device_memory_bytes
 from pagedmlx.kv.layout import AxisOrder, KVLayout, LayerShape
 from pagedmlx.kv.store import KVStore
 from pagedmlx.ops.base import AttentionParams, PagedBatch, upload
 from pagedmlx.ops.in_place import InPlaceWriter
 from pagedmlx.ops.kernels import KernelBackend
 from pagedmlx.ops.launch import MLXLauncher, gpu_platform
+from scripts.report import save
 
 BLOCK_SIZE = 16
 CHAIN = 32
@@ -52,8 +54,13 @@ class Shape:
 
     @property
     def layer_bytes(self) -> int:
-        """K and V that one layer must read, in bf16."""
-        return sum(self.contexts) * self.num_kv_heads * self.head_dim * 4
+        """K and V that one layer must read."""
+        return sum(self.contexts) * self.token_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        """K and V of a token in one layer, in bf16."""
+        return self.num_kv_heads * self.head_dim * 4
 
 
 MAIN = (
@@ -71,7 +78,7 @@ FACTOR_8 = (
 )
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description="Measure the kernels.")
     parser.add_argument("--json", required=True, metavar="FILE", help="result file; - is stdout")
     parser.add_argument("--only", default="", help="sections by name, with commas between")
@@ -82,14 +89,14 @@ def main() -> None:
 
     sections: dict[str, Callable[[], Any]] = {
         "ceiling": measure_ceiling,
-        "decode": lambda: [measure_decode(shape) for shape in MAIN],
-        "write_attend": lambda: [measure_decode(shape, write=True) for shape in MAIN],
-        "factors": lambda: [measure_decode(shape) for shape in FACTOR_8],
-        "slot_major": lambda: [
-            measure_decode(shape, order=AxisOrder.SLOT_MAJOR) for shape in MAIN[:4]
+        "decode": lambda: _each(MAIN, measure_decode),
+        "write_attend": lambda: _each(MAIN, partial(measure_decode, write=True)),
+        "factors": lambda: _each(FACTOR_8, measure_decode),
+        "slot_major": lambda: _each(MAIN[:4], partial(measure_decode, order=AxisOrder.SLOT_MAJOR)),
+        "sdpa": lambda: [
+            row for extra in (0, 1) for row in _each(MAIN[:2], partial(measure_sdpa, extra=extra))
         ],
-        "sdpa": lambda: [measure_sdpa(shape, extra) for shape in MAIN[:2] for extra in (0, 1)],
-        "batch_cache": lambda: [measure_batch_cache(shape) for shape in MAIN[:4]],
+        "batch_cache": lambda: _each(MAIN[:4], measure_batch_cache, padded=True),
         "prefill": lambda: [measure_prefill(2048, cached) for cached in (0, 8192)],
         "write": lambda: [measure_write(rows) for rows in (1, 16, 64, 2048)],
     }
@@ -107,11 +114,32 @@ def main() -> None:
         seconds = time.perf_counter() - start
         print(f"{name} ({seconds:.0f} s): {result[name]}", file=sys.stderr, flush=True)
     save(result, options.json)
+    failed = any(isinstance(part, dict) and "error" in part for part in result.values())
+    return 1 if failed or not result.get("peak", {"ok": True}).get("ok") else 0
+
+
+def _each(
+    shapes: Sequence[Shape], measure: Callable[[Shape], dict[str, Any]], padded: bool = False
+) -> list[dict[str, Any]]:
+    """Measure the shapes for which the machine's memory is large enough."""
+    return [
+        measure(shape)
+        if _fits(shape, padded)
+        else {"shape": shape.name, "left_out": "it takes more than a quarter of the memory"}
+        for shape in shapes
+    ]
+
+
+def _fits(shape: Shape, padded: bool) -> bool:
+    """Whether four layers, the least that is ever made, leave room for all else."""
+    tokens = max(shape.contexts) * len(shape.contexts) if padded else sum(shape.contexts)
+    return 4 * tokens * shape.token_bytes <= device_memory_bytes() // 4
 
 
 def measure_ceiling() -> dict[str, float]:
-    """Read bandwidth: 8 large sums in one evaluation."""
-    arrays = [mx.full((1 << 27,), 1.0, mx.float32) for _ in range(8)]
+    """Read bandwidth: 8 large sums in one evaluation, in at most an eighth of the memory."""
+    size = min(1 << 27, device_memory_bytes() // 8 // 8 // 4)
+    arrays = [mx.full((size,), 1.0, mx.float32) for _ in range(8)]
     mx.eval(arrays)
 
     def once() -> None:
@@ -383,4 +411,4 @@ def _platform() -> Any:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

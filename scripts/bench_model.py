@@ -1,6 +1,6 @@
 """A whole model through the engine on this GPU, beside mlx-lm's own generation in the same run.
 
-    python scripts/bench_model.py --json FILE [--model 8b|8b-4bit|FOLDER|GGUF] [--only logits,...]
+    python scripts/bench_model.py --json FILE [--model 8b|8b-4bit|MODEL] [--only logits,...]
 
 Sections: ``logits`` compares the kernels with the reference backend, on mixed batches; ``stream``
 is one stream at several contexts, milliseconds per token, with the host's and the device's share;
@@ -29,6 +29,7 @@ from mlx.utils import tree_map  # noqa: E402
 from mlx_lm.generate import generate_step  # noqa: E402
 from mlx_lm.models import llama  # noqa: E402
 
+from pagedmlx import hub  # noqa: E402
 from pagedmlx.config import EngineConfig  # noqa: E402
 from pagedmlx.core.batch import BatchArrays, GroupArrays  # noqa: E402
 from pagedmlx.core.sampling_params import SamplingParams  # noqa: E402
@@ -248,11 +249,11 @@ def make_engine(loaded: LoadedModel, num_tokens: int, **settings: Any) -> Engine
     return build_engine(loaded, NoText(), config, on_progress=lambda what, _: notes.append(what))  # type: ignore[arg-type]
 
 
-def stream(loaded: LoadedModel) -> dict[str, Any]:
+def stream(loaded: LoadedModel, contexts: Sequence[int]) -> dict[str, Any]:
     """One stream at each context, ours and mlx-lm's."""
     vocab_size = int(loaded.config["vocab_size"])
     rows: dict[str, Any] = {}
-    for context in CONTEXTS:
+    for context in contexts:
         prompt = np.random.default_rng(context).integers(0, vocab_size, context).tolist()
         theirs = time_mlx_lm(loaded.model, prompt)
         ours = time_ours(loaded, [prompt])
@@ -325,9 +326,16 @@ def note(line: str) -> None:
 def main() -> int:
     """Run the script."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--model", default="8b", help="8b, 8b-4bit, a folder or a GGUF file")
+    parser.add_argument("--model", default="8b", help="8b, 8b-4bit, or as pagedmlx takes it")
     parser.add_argument("--json", required=True, metavar="FILE", help="report; - is stdout")
     parser.add_argument("--only", default="logits,stream,batch", help="sections")
+    parser.add_argument(
+        "--contexts",
+        type=lambda value: [int(number) for number in value.split(",")],
+        default=CONTEXTS,
+        metavar="N,N",
+        help="tokens of the prompts of stream",
+    )
     options = parser.parse_args()
     match options.model:
         case "8b":
@@ -335,10 +343,10 @@ def main() -> int:
         case "8b-4bit":
             loaded = random_llama(4)
         case path:
-            loaded = load_model(path)
+            loaded = load_model(hub.resolve(path).path)
     sections: dict[str, Callable[[LoadedModel], dict[str, Any]]] = {
         "logits": compare_logits,
-        "stream": stream,
+        "stream": lambda loaded: stream(loaded, options.contexts),
         "batch": batch,
     }
     report: dict[str, Any] = {"model": options.model, "dtype": loaded.dtype}

@@ -8,32 +8,35 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import mlx.core as mx  # noqa: E402
-import numpy as np  # noqa: E402
-import numpy.typing as npt  # noqa: E402
-from report import save  # noqa: E402
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
 
-from pagedmlx.core.groups import KVGroup, KVGroupKind  # noqa: E402
-from pagedmlx.kv.layout import KVLayout, LayerShape  # noqa: E402
-from pagedmlx.kv.store import KVStore  # noqa: E402
-from pagedmlx.kv.writer import LayerPool, PoolWriter  # noqa: E402
-from pagedmlx.ops.base import AttentionParams, upload  # noqa: E402
-from pagedmlx.ops.in_place import InPlaceWriter  # noqa: E402
-from pagedmlx.ops.kernels import KernelBackend  # noqa: E402
-from pagedmlx.ops.launch import MLXLauncher, gpu_platform  # noqa: E402
-from tests.metal.cases import covering_variants, every_variant  # noqa: E402
-from tests.support.attention import TOLERANCES, make_case  # noqa: E402
-from tests.support.batches import make_batch  # noqa: E402
+from pagedmlx.core.groups import KVGroup, KVGroupKind
+from pagedmlx.kv.layout import AxisOrder, KVLayout, LayerShape
+from pagedmlx.kv.store import KVStore
+from pagedmlx.kv.writer import LayerPool, PoolWriter
+from pagedmlx.ops.base import AttentionParams, upload
+from pagedmlx.ops.in_place import InPlaceWriter
+from pagedmlx.ops.kernels import KernelBackend
+from pagedmlx.ops.launch import Launcher, MLXLauncher, gpu_platform
+from scripts.report import save
+from tests.metal.cases import covering_variants, every_variant
+from tests.support.attention import TOLERANCES, make_case
+from tests.support.batches import make_batch
 
+HEAD_DIMS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))
+# Around the borders of blocks, of tiles and of pieces, decode rows beside.
+CHUNKS = ((40, 1), (0, 9), (47, 16), (0, 17), (33, 31), (1, 32), (14, 33), (17, 64), (300, 200))
 BORDERS = (1, 15, 16, 17, 255, 256, 257, 1023, 1024, 1025, 4095, 4096, 4097, 16383, 17000)
 TOKEN_STEPS = 100
 
@@ -49,6 +52,8 @@ def main() -> None:
         sys.exit("check_kernels.py: the default device is no GPU")
     sections: dict[str, Callable[[], dict[str, Any]]] = {
         "token": check_token,
+        "copies": check_copies,
+        "prefill": check_prefill,
         "long": check_long,
         "ragged": check_ragged,
         "variants": lambda: check_variants(options.full, options.jobs),
@@ -56,9 +61,11 @@ def main() -> None:
     result: dict[str, Any] = {"device": {k: str(v) for k, v in mx.device_info().items()}}
     wanted = options.only.split(",") if options.only else list(sections)
     for name in wanted:
-        section = sections[name]
         start = time.perf_counter()
-        result[name] = section()
+        try:
+            result[name] = sections[name]()
+        except RuntimeError as error:  # what MLX raises; the other sections are still wanted
+            result[name] = {"ok": False, "error": str(error)[:2000]}
         seconds = time.perf_counter() - start
         summary = {key: value for key, value in result[name].items() if key != "deviations"}
         print(f"{name} ({seconds:.0f} s): {summary}", file=sys.stderr, flush=True)
@@ -140,6 +147,99 @@ def check_ragged() -> dict[str, Any]:
     output, expected = case.attend(KernelBackend(launcher), params), case.expected(params)
     error = float(np.abs(output - expected).max())
     return {"ok": error <= TOLERANCES["bfloat16"], "error": error}
+
+
+def check_prefill() -> dict[str, Any]:
+    """Chunks of prompts, by the tiled kernel and by gather, whichever is chosen here by itself."""
+    launcher = _launcher()
+    shares: dict[str, float | str] = {}
+    variants = product(("kernel", "gather"), TOLERANCES, HEAD_DIMS, (1, 3, 8))
+    for index, (path, dtype, dims, factor) in enumerate(variants):
+        if (path, dtype) == ("gather", "float32"):
+            continue  # MLX's own products, which are inexact on some GPUs
+        window, softcap, sinks = (None, 40)[index % 2], (None, 20.0)[index % 3 // 2], index % 5 == 0
+        name = (
+            f"{path} {dtype} {dims} factor {factor} window {window} softcap {softcap} sinks {sinks}"
+        )
+        heads = 2 * factor
+        params = AttentionParams(
+            scale=dims[0] ** -0.5,
+            window=window,
+            softcap=softcap,
+            sinks=mx.array(np.linspace(-2.0, 3.0, heads, dtype=np.float32)) if sinks else None,
+        )
+        try:
+            shares[name] = prefill_share(launcher, path, dtype, dims, factor, params)
+        except Exception as error:  # one that doesn't compile must not hide the others
+            shares[name] = f"{type(error).__name__}: {error}"[:400]
+    bad = {n: v for n, v in shares.items() if isinstance(v, str) or not v <= 1.0}
+    worst = max((v for v in shares.values() if isinstance(v, float)), default=None)
+    return {"ok": not bad, "checked": len(shares), "worst_share_of_tolerance": worst, "bad": bad}
+
+
+def prefill_share(
+    launcher: Launcher,
+    path: str,
+    dtype: str,
+    dims: tuple[int, int],
+    factor: int,
+    params: AttentionParams,
+    spans: Sequence[tuple[int, int]] = CHUNKS,
+) -> float:
+    """Largest error of some chunks against float64, as a share of the tolerance."""
+    case = make_case(
+        spans,
+        factor=factor,
+        k_head_dim=dims[0],
+        v_head_dim=dims[1],
+        dtype=dtype,
+        writer=InPlaceWriter(launcher),
+    )
+    expected = case.expected(params)
+    error = np.abs(case.attend(KernelBackend(launcher, prefill=path), params) - expected)
+    return float((error / (TOLERANCES[dtype] * (1 + np.abs(expected)))).max())
+
+
+def check_copies() -> dict[str, Any]:
+    """Copied blocks hold the same bits."""
+    launcher = _launcher()
+    wrong = [
+        f"{dtype} {order.name}"
+        for dtype, order in product(TOLERANCES, AxisOrder)
+        if not copies_are_equal(launcher, dtype, order)
+    ]
+    return {"ok": not wrong, "wrong": wrong}
+
+
+def copies_are_equal(launcher: Launcher, dtype: str, order: AxisOrder) -> bool:
+    """Copy two blocks, the second onto the first, and compare with the dense K and V."""
+    case = make_case(
+        [(99, 1)],
+        k_head_dim=64,
+        v_head_dim=80,
+        dtype=dtype,
+        order=order,
+        writer=InPlaceWriter(launcher),
+    )
+    table = case.batch.host.groups[0].block_tables[0].copy()
+    (free, *_) = sorted(set(range(case.store.num_blocks[0])) - set(table.tolist()))
+    case.store.copy_blocks(0, table[:1].copy(), np.array([free], np.int32))
+    # Right only after the copy before.
+    case.store.copy_blocks(0, table[1:2].copy(), table[:1].copy())
+    table[0], table[1] = free, table[0]
+    length = len(case.keys[0])
+    at = np.arange(length)
+    slots = mx.array(table[at // 16].astype(np.int64) * 16 + at % 16)
+    keys, values = case.store.gather_slots(0, slots[None])
+    case.store.commit(keys, values)
+    return np.array_equal(_tokens(keys), case.keys[0]) and np.array_equal(
+        _tokens(values), case.values[0]
+    )
+
+
+def _tokens(gathered: mx.array) -> npt.NDArray[np.float64]:
+    """(1, heads, N, D) as (N, heads, D)."""
+    return np.array(gathered[0].swapaxes(0, 1).astype(mx.float32)).astype(np.float64)
 
 
 def check_token() -> dict[str, Any]:
