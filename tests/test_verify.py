@@ -28,23 +28,37 @@ def outcome(part: Part, seconds: float = 60) -> dict[str, object]:
     return run(part, time.monotonic() + seconds)
 
 
-def test_here_the_engine_is_checked_and_kernels_need_a_gpu(tmp_path: Path):
+def test_the_report_says_what_was_found_and_where(tmp_path: Path):
     target = tmp_path / "report.json"
     result = subprocess.run(
-        [sys.executable, SCRIPT, "--only", "operations,token", "--json", target],
+        [sys.executable, SCRIPT, "--only", "operations", "--json", target],
         capture_output=True,
         text=True,
     )
     report = json.loads(target.read_text())
     assert (result.returncode, report["ok"], report["failed"]) == (0, True, []), result.stderr
-    assert report["skipped"] == ["token"]
-    assert f"token: {NEEDS_GPU}" in result.stderr
-    device, operations, token = report["parts"]
-    assert device["result"]["device"]["gpu"] is None
+    device, operations = report["parts"]
+    assert device["result"]["device"] == report["mlx"]
     assert operations["result"]["pool"]["ok"]
-    assert token == {"name": "token", "ok": None, "skipped": NEEDS_GPU}
     assert report["mlx"]["mlx_device"]
     assert report["versions"]["mlx"]
+
+
+def test_without_a_gpu_kernels_are_reported_to_need_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    pretend(monkeypatch, gpu=None)
+    chosen = [Part("token", ("-c", "raise SystemExit(1)")), script("print('{}')")]
+    report = verify(chosen, minutes=1)
+    assert (report["ok"], report["failed"], report["skipped"]) == (True, [], ["token"])
+    assert report["parts"][1] == {"name": "token", "ok": None, "skipped": NEEDS_GPU}
+    assert f"token: {NEEDS_GPU}" in capsys.readouterr().err
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, gpu: str | None) -> None:
+    found = json.dumps({"device": {"gpu": gpu}})
+    part = Part("device", ("-c", f"print({found!r})"), on_gpu=False)
+    monkeypatch.setattr(verify_on_mac, "DEVICE", part)
 
 
 def test_an_unknown_part_is_refused_and_the_names_are_told(
@@ -116,12 +130,7 @@ def is_running(pid: int) -> bool:
 
 
 def test_one_failure_loses_no_other_part(monkeypatch: pytest.MonkeyPatch):
-    device = {"device": {"gpu": "metal"}}
-    monkeypatch.setattr(
-        verify_on_mac,
-        "DEVICE",
-        Part("device", ("-c", f"print({json.dumps(json.dumps(device))})"), on_gpu=False),
-    )
+    pretend(monkeypatch, gpu="metal")
     chosen = [
         Part("dies", ("-c", "import os; os.abort()")),
         Part("works", ("-c", "print('{}')")),
