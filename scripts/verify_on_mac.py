@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 from scripts.report import save  # noqa: E402
 
 NEEDS_GPU = "needs a GPU"
-SURROUNDINGS = ("time", "machine", "versions")
+SURROUNDINGS = ("time", "machine", "versions", "folders")
 # Errors of Metal's compiler are long; what matters of a crash comes last.
 MAX_ERROR_CHARS = 4000
 
@@ -163,7 +164,8 @@ def run(part: Part, deadline: float) -> dict[str, Any]:
         _tell(f"...  {part.name}")
         outcome = _outcome(part, seconds)
     took = round(time.monotonic() - start, 1)
-    reason = "" if outcome["ok"] else f": {_last_line(outcome.get('error', ''))}"
+    last_line = outcome.get("stderr", "").rpartition("\n")[2]
+    reason = "" if outcome["ok"] else f": {outcome['error']}; {last_line}"
     _tell(f"{'ok  ' if outcome['ok'] else 'FAIL'} {part.name} ({took:.0f} s){reason}")
     return {"name": part.name, "seconds": took, **outcome}
 
@@ -191,6 +193,8 @@ def _outcome(part: Part, seconds: float) -> dict[str, Any]:
     except BaseException:
         _kill(process)
         raise
+    # The report is for others to read: it need not say who ran it.
+    output, errors = (text.replace(f"{Path.home()}/", "~/") for text in (output, errors))
     outcome: dict[str, Any] = {"ok": not problem}
     try:
         result = json.loads(output)
@@ -201,13 +205,14 @@ def _outcome(part: Part, seconds: float) -> dict[str, Any]:
         # The report has these once for all parts.
         outcome["result"] = {name: result[name] for name in result if name not in SURROUNDINGS}
     if not outcome["ok"]:
-        outcome["error"] = f"{errors[-MAX_ERROR_CHARS:]}\n{problem}".strip()
+        outcome |= {"error": problem, "stderr": errors.strip()[-MAX_ERROR_CHARS:]}
     return outcome
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
-    # The group outlives its first process where that was killed alone.
-    os.killpg(process.pid, signal.SIGKILL)
+    # With all that it started; the group may have ended just now.
+    with suppress(OSError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _revision() -> str | None:
@@ -218,10 +223,6 @@ def _revision() -> str | None:
     except OSError:
         return None
     return found.stdout.strip() or None
-
-
-def _last_line(value: str) -> str:
-    return value.strip().rpartition("\n")[2]
 
 
 def _tell(line: str) -> None:
