@@ -112,7 +112,7 @@ def plan_pool(
             field,
             f"leaves {max(available, 0)} bytes for the pool, but one block takes {block_bytes} "
             f"(the weights take {parameter_bytes} of {device_bytes})",
-            hint="take a smaller model, or set --kv-cache-memory",
+            hint="ask for more, or take a smaller model",
         )
     if pool_bytes + parameter_bytes > device_bytes:
         raise InvalidRequestError(
