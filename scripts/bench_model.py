@@ -178,21 +178,29 @@ def compare_logits(loaded: LoadedModel) -> dict[str, Any]:
     """Largest difference of each step's logits, as a share of the largest logit."""
     expected = run_path(loaded, attention_paths("reference")[0])
     found = run_path(loaded, attention_paths("auto")[0])
-    errors = [
-        float(np.max(np.abs(a - b)) / np.max(np.abs(b)))
-        for a, b in zip(found, expected, strict=True)
-    ]
-    tolerance = TOLERANCES[loaded.dtype]
+    errors = differences(found, expected)
+    # What a model makes of rounding depends on its weights; MLX's own attention is the yardstick.
+    yardstick = differences(run_path(loaded, attention_paths("gather")[0]), expected)
+    tolerance = max(TOLERANCES[loaded.dtype], 1.25 * max(yardstick))
     agree = [
         float(np.mean(a.argmax(-1) == b.argmax(-1))) for a, b in zip(found, expected, strict=True)
     ]
     return {
         "path": attention_paths("auto")[0].backend.name,
         "errors": errors,
+        "errors_of_gather": yardstick,
         "tolerance": tolerance,
         "same_most_likely_token": agree,
         "passed": all(error <= tolerance for error in errors),
     }
+
+
+def differences(found: list[np.ndarray], expected: list[np.ndarray]) -> list[float]:
+    """Largest difference of each step, as a share of the largest expected logit."""
+    return [
+        float(np.max(np.abs(a - b)) / np.max(np.abs(b)))
+        for a, b in zip(found, expected, strict=True)
+    ]
 
 
 # Speed.
@@ -217,18 +225,20 @@ class Meter:
         finally:
             self._wait += time.perf_counter() - start
 
-    def step(self) -> None:
-        """One step of the engine, on the clock."""
+    def step(self, *, keep: bool) -> None:
+        """One step of the engine, on the clock; ``keep`` counts it."""
         self._wait = 0.0
         start = time.perf_counter()
         self._engine.step()
-        self.steps.append(time.perf_counter() - start)
-        self.waits.append(self._wait)
+        if keep:
+            self.steps.append(time.perf_counter() - start)
+            self.waits.append(self._wait)
 
-    def last(self, count: int) -> dict[str, float]:
-        """Milliseconds of the last steps: all, waiting for the device, busy on the host."""
-        steps, waits = np.array(self.steps[-count:]), np.array(self.waits[-count:])
+    def summary(self) -> dict[str, float]:
+        """Milliseconds of a step: all, waiting for the device, busy on the host."""
+        steps, waits = np.array(self.steps), np.array(self.waits)
         return {
+            "num_steps": len(steps),
             "step_ms": float(steps.mean() * 1e3),
             "wait_ms": float(waits.mean() * 1e3),
             "host_ms": float((steps - waits).mean() * 1e3),
@@ -289,15 +299,10 @@ def time_ours(loaded: LoadedModel, prompts: list[list[int]]) -> dict[str, float]
     meter = Meter(engine)
     while engine.has_unfinished:
         before = engine.stats()
-        meter.step()
-        if before.num_waiting == 0 and before.num_output_tokens < len(prompts) * NUM_WARM:
-            meter.steps.clear()
-            meter.waits.clear()
-    # The last steps only take in what is under way.
-    meter.steps = meter.steps[:-2]
-    meter.waits = meter.waits[:-2]
-    result = meter.last(NUM_TOKENS - NUM_WARM - 4)
-    engine._scheduler.kv.reset_cache()
+        is_warm = before.num_output_tokens >= len(prompts) * NUM_WARM
+        # Only steps in which every sequence decodes: no prompt left, none at its end.
+        meter.step(keep=is_warm and engine.stats().num_running == len(prompts))
+    result = meter.summary()
     adapter: Any = engine._runner
     adapter._adapter.close()
     del engine, meter, adapter
