@@ -106,7 +106,9 @@ def test_a_part_that_breaks_off_is_a_failure_with_a_reason(
 
 def test_the_report_does_not_say_whose_machine_it_was():
     home = str(Path.home())
-    code = f"print(json.dumps({{'path': {home + '/model'!r}}})); print('in {home}/x', file=sys.stderr)"
+    code = (
+        f"print(json.dumps({{'path': {home + '/model'!r}}})); print('in {home}/x', file=sys.stderr)"
+    )
     found = outcome(script(f"{code}; sys.exit(1)"))
     assert home not in json.dumps(found)
     assert "~/x" in str(found["stderr"])
