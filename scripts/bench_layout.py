@@ -20,15 +20,15 @@ from pagedmlx.models.blas import load_fast_blas
 
 BLAS = load_fast_blas()
 
-import mlx.core as mx  # noqa: E402
-import numpy as np  # noqa: E402
+import mlx.core as mx
+import numpy as np
 
-from pagedmlx.core.batch import NO_BLOCK, BatchArrays, GroupArrays  # noqa: E402
-from pagedmlx.core.groups import KVGroup, KVGroupKind  # noqa: E402
-from pagedmlx.kv.layout import AxisOrder, KVLayout, LayerShape  # noqa: E402
-from pagedmlx.kv.store import KVStore  # noqa: E402
-from pagedmlx.ops.base import AttentionParams, upload  # noqa: E402
-from pagedmlx.ops.gather import GatherBackend  # noqa: E402
+from pagedmlx.core.batch import NO_BLOCK, BatchArrays, GroupArrays
+from pagedmlx.core.groups import KVGroup, KVGroupKind
+from pagedmlx.kv.layout import AxisOrder, KVLayout, LayerShape
+from pagedmlx.kv.store import KVStore
+from pagedmlx.ops.base import AttentionParams, upload
+from pagedmlx.ops.gather import GatherBackend
 
 BLOCK_SIZE = 16
 

@@ -22,27 +22,27 @@ from pagedmlx.models.blas import load_fast_blas
 
 load_fast_blas()  # counts only before MLX is imported
 
-import mlx.core as mx  # noqa: E402
-import mlx.nn as nn  # noqa: E402
-import numpy as np  # noqa: E402
-from mlx.utils import tree_map  # noqa: E402
-from mlx_lm.generate import generate_step  # noqa: E402
-from mlx_lm.models import llama  # noqa: E402
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_map
+from mlx_lm.generate import generate_step
+from mlx_lm.models import llama
 
-from pagedmlx import hub  # noqa: E402
-from pagedmlx.config import EngineConfig  # noqa: E402
-from pagedmlx.core.batch import BatchArrays, GroupArrays  # noqa: E402
-from pagedmlx.core.sampling_params import SamplingParams  # noqa: E402
-from pagedmlx.engine.build import build_engine  # noqa: E402
-from pagedmlx.engine.engine import Engine  # noqa: E402
-from pagedmlx.engine.outputs import Job  # noqa: E402
-from pagedmlx.kv.store import KVStore  # noqa: E402
-from pagedmlx.models.adapter import ModelAdapter  # noqa: E402
-from pagedmlx.models.loader import LoadedModel, load_model  # noqa: E402
-from pagedmlx.models.weights import named_parameters  # noqa: E402
-from pagedmlx.ops import AttentionPath, attention_paths  # noqa: E402
-from pagedmlx.ops.base import upload  # noqa: E402
-from scripts.report import save  # noqa: E402
+from pagedmlx import hub
+from pagedmlx.config import EngineConfig
+from pagedmlx.core.batch import BatchArrays, GroupArrays
+from pagedmlx.core.sampling_params import SamplingParams
+from pagedmlx.engine.build import build_engine
+from pagedmlx.engine.engine import Engine
+from pagedmlx.engine.outputs import Job
+from pagedmlx.kv.store import KVStore
+from pagedmlx.models.adapter import ModelAdapter
+from pagedmlx.models.loader import LoadedModel, load_model
+from pagedmlx.models.weights import named_parameters
+from pagedmlx.ops import AttentionPath, attention_paths
+from pagedmlx.ops.base import upload
+from scripts.report import save
 
 LLAMA_8B = {
     "model_type": "llama",

@@ -25,20 +25,20 @@ from pagedmlx.models.blas import load_fast_blas
 # It counts only before MLX is imported, which the imports below do.
 BLAS = load_fast_blas()
 
-import mlx.core as mx  # noqa: E402
-import numpy as np  # noqa: E402
+import mlx.core as mx
+import numpy as np
 
-from pagedmlx.core.groups import KVGroup, KVGroupKind  # noqa: E402
-from pagedmlx.core.sampling_params import SamplingParams  # noqa: E402
-from pagedmlx.core.step import INVALID_TOKEN  # noqa: E402
-from pagedmlx.kv.layout import KVLayout, LayerShape  # noqa: E402
-from pagedmlx.kv.store import KVStore  # noqa: E402
-from pagedmlx.ops import make_backend  # noqa: E402
-from pagedmlx.ops.base import AttentionParams  # noqa: E402
-from pagedmlx.ops.launch import gpu_platform  # noqa: E402
-from pagedmlx.sampling.sampler import Sampler, SampleRow  # noqa: E402
-from scripts.report import save  # noqa: E402
-from tests.support.attention import TOLERANCES, make_case  # noqa: E402
+from pagedmlx.core.groups import KVGroup, KVGroupKind
+from pagedmlx.core.sampling_params import SamplingParams
+from pagedmlx.core.step import INVALID_TOKEN
+from pagedmlx.kv.layout import KVLayout, LayerShape
+from pagedmlx.kv.store import KVStore
+from pagedmlx.ops import make_backend
+from pagedmlx.ops.base import AttentionParams
+from pagedmlx.ops.launch import gpu_platform
+from pagedmlx.sampling.sampler import Sampler, SampleRow
+from scripts.report import save
+from tests.support.attention import TOLERANCES, make_case
 
 # Lengths around block edges and around the lengths where MLX changes its attention kernel.
 DECODES = tuple((n - 1, 1) for n in (1, 16, 17, 255, 1023, 1024, 1025, 1026, 4095, 4096, 4097))

@@ -24,16 +24,16 @@ from pagedmlx.models.blas import load_fast_blas
 
 BLAS = load_fast_blas()  # counts only before MLX is imported
 
-import mlx.core as mx  # noqa: E402
-import mlx.nn as nn  # noqa: E402
-from mlx_lm.generate import generate_step  # noqa: E402
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import generate_step
 
-from pagedmlx import LLM, EngineConfig, RequestOutput, SamplingParams  # noqa: E402
-from pagedmlx.hub import resolve  # noqa: E402
-from pagedmlx.models.loader import load_model  # noqa: E402
-from pagedmlx.text.gguf_tokenizer import tokenizer_from_gguf  # noqa: E402
-from pagedmlx.text.tokenizer import Tokenizer, load_tokenizer  # noqa: E402
-from scripts.report import save  # noqa: E402
+from pagedmlx import LLM, EngineConfig, RequestOutput, SamplingParams
+from pagedmlx.hub import resolve
+from pagedmlx.models.loader import load_model
+from pagedmlx.text.gguf_tokenizer import tokenizer_from_gguf
+from pagedmlx.text.tokenizer import Tokenizer, load_tokenizer
+from scripts.report import save
 
 NUM_TOKENS = 48
 NUM_FORKS = 3

@@ -25,7 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from scripts.report import save  # noqa: E402
+from scripts.report import save
 
 NEEDS_GPU = "needs a GPU"
 SURROUNDINGS = ("time", "machine", "versions", "folders")
