@@ -9,7 +9,7 @@ from contextlib import closing
 from functools import partial
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeGuard, cast
 
 from pagedmlx.config import EngineConfig
 from pagedmlx.core.sampling_params import SamplingParams
@@ -115,13 +115,12 @@ class LLM:
         Raises:
             InvalidRequestError: A conversation can't be served; none is run then.
         """
-        single = bool(messages) and isinstance(messages[0], Mapping)
-        listed = [messages] if single else list(messages)
+        listed = [messages] if _is_conversation(messages) else list(messages)
         params = _one_each(sampling_params, len(listed))
         return self._run_all(
             [
                 Job(
-                    messages=conversation,  # type: ignore[arg-type]
+                    messages=cast("Messages", conversation),
                     sampling_params=each,
                     priority=priority,
                     chat_template_kwargs=chat_template_kwargs or {},
@@ -146,13 +145,17 @@ class LLM:
             PagedMLXError: The request is refused or fails.
         """
         params = sampling_params or SamplingParams()
-        form = "prompt"
-        if not isinstance(prompt_or_messages, str):
-            some = isinstance(prompt_or_messages, Iterable)
-            first = next(iter(prompt_or_messages), None) if some else None
-            form = "messages" if isinstance(first, Mapping) else "prompt_token_ids"
+        prompt = messages = token_ids = None
+        if isinstance(prompt_or_messages, str):
+            prompt = prompt_or_messages
+        elif _is_conversation(prompt_or_messages):
+            messages = prompt_or_messages
+        else:
+            token_ids = cast("Sequence[int]", prompt_or_messages)
         job = Job(
-            **{form: prompt_or_messages},  # type: ignore[arg-type]
+            prompt=prompt,
+            messages=messages,
+            prompt_token_ids=token_ids,
             sampling_params=params,
             priority=priority,
             chat_template_kwargs=chat_template_kwargs or {},
@@ -255,6 +258,14 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if token_ids and listed:
         raise InvalidRequestError("prompts", "mixes token ids with whole prompts")
     return [token_ids] if token_ids else listed
+
+
+def _is_conversation(value: object) -> TypeGuard[Messages]:
+    """Whether it is a list of messages, not of conversations or of token ids."""
+    if not isinstance(value, Iterable):
+        return False
+    first: object = next(iter(cast("Iterable[object]", value)), None)
+    return isinstance(first, Mapping)
 
 
 def _one_each(

@@ -1,0 +1,1 @@
+"""The command line: what is asked for, and how it is told."""

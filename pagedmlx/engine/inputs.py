@@ -7,6 +7,7 @@ import operator
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import SupportsIndex
 
 from pagedmlx.core.sampling_params import SamplingParams
 from pagedmlx.engine.outputs import Job, OutputCollector
@@ -136,8 +137,8 @@ def _tokenize(job: Job, tokenizer: Tokenizer) -> tuple[str, tuple[int, ...]]:
 
 def _token_id(value: object) -> int:
     try:
-        if not isinstance(value, bool):
-            return operator.index(value)  # type: ignore[arg-type]
+        if isinstance(value, SupportsIndex) and not isinstance(value, bool):
+            return operator.index(value)
     except TypeError:
         pass
     raise InvalidRequestError("prompt_token_ids", f"{value!r} is not a token id")
