@@ -108,6 +108,13 @@ class KVStore:
         self._unwritten = None
         return rows
 
+    @property
+    def token(self) -> mx.array:
+        """The newest token, with every pending write behind it; only where they are in place."""
+        self._flush()
+        assert self._token is not None
+        return self._token
+
     def wrote(self, token: mx.array) -> None:
         """Note that a kernel that took the newest token has written, and gave this one."""
         self._token = token

@@ -10,6 +10,7 @@ import mlx.core as mx
 from pagedmlx.errors import UnsupportedModelError
 from pagedmlx.kv.layout import KVLayout
 from pagedmlx.kv.store import KVStore
+from pagedmlx.models.compiled import CompiledDecode, PlansAhead
 from pagedmlx.models.hook import install_hook
 from pagedmlx.models.layer_cache import GroupRows, RowLayout, TokenRowCache
 from pagedmlx.models.loader import LoadedModel
@@ -52,6 +53,7 @@ class ModelAdapter:
         self.backend = backend
         self.row_layout = RowLayout.TOKEN_ROWS
         self._model: Any = loaded.model
+        self._compiled: tuple[KVStore, CompiledDecode] | None = None
         groups = find_groups(loaded.model, loaded.model_type)
         self._hook = install_hook(loaded.model)
         try:
@@ -81,6 +83,18 @@ class ModelAdapter:
         Returns:
             (R, vocab_size) for ``batch.host.sample_rows``, in their order.
         """
+        if store.updates_in_place and isinstance(self.backend, PlansAhead):
+            logits = self._compiled_for(store, self.backend)(batch)
+            if logits is not None:
+                return logits
+        return self._forward(batch, store)
+
+    def _compiled_for(self, store: KVStore, backend: PlansAhead) -> CompiledDecode:
+        if self._compiled is None or self._compiled[0] is not store:
+            self._compiled = store, CompiledDecode(self._forward, backend, store)
+        return self._compiled[1]
+
+    def _forward(self, batch: PagedBatch, store: KVStore) -> mx.array:
         caches: list[TokenRowCache | None] = [None] * len(self.layout.layers)
         for index, group in enumerate(self.layout.groups):
             rows = GroupRows(store, self.backend, batch, index, group.window)
@@ -116,6 +130,7 @@ class ModelAdapter:
 
     def close(self) -> None:
         """Release the attention hook; the model is mlx-lm's again. Idempotent."""
+        self._compiled = None
         self._hook.undo()
 
     def __enter__(self) -> Self:

@@ -6,6 +6,7 @@ that isn't faster, through ``chunks``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
@@ -73,6 +74,7 @@ class KernelBackend:
         self._gathers: dict[PoolShape, GatherVariant] = {}
         self._batch: PagedBatch | None = None
         self._plans: dict[tuple[int, int | None, int], _Plan] = {}
+        self._kinds: dict[tuple[int, int | None, int], DecodeVariant] = {}
         self._layers: dict[int, tuple[object, DecodeVariant]] = {}
         self._variants: dict[DecodeVariant, DecodeVariant] = {}
         self._merges: dict[MergeVariant, MergeVariant] = {}
@@ -107,6 +109,32 @@ class KernelBackend:
         output = parts[0] if len(parts) == 1 else mx.concatenate(parts)
         return output if plan.inverse is None else output[plan.inverse]
 
+    def plan_ahead(self, batch: PagedBatch) -> DecodePlans | None:
+        """Plan a step before the model runs, for the kinds of layers that the last step had.
+
+        Returns:
+            None for a step with more than single rows, or before any step has shown the layers.
+        """
+        host = batch.host
+        if not self._kinds or host.num_rows != host.num_decodes:
+            return None
+        sequences = np.arange(host.num_rows)
+        return DecodePlans(
+            tuple(self._kinds),
+            tuple(
+                self._plan_decode(host, sequences, group, window, base)
+                for (group, window, _), base in self._kinds.items()
+            ),
+        )
+
+    def follow(self, batch: PagedBatch, plans: DecodePlans, arrays: Sequence[mx.array]) -> None:
+        """Take these plans for a batch, their arrays being given anew."""
+        self._batch = batch
+        self._plans = {
+            key: _Plan((_Part(slice(0, work.num_rows), replace(work, plan=array)),), None, None)
+            for key, work, array in zip(plans.keys, plans.works, arrays, strict=True)
+        }
+
     def _plan(
         self,
         queries: mx.array,
@@ -124,6 +152,7 @@ class KernelBackend:
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plans[key] = self._make_plan(batch.host, group, params.window, base)
+            self._kinds[key] = base
         return plan
 
     def _layer_variant(
@@ -287,6 +316,32 @@ class _Decode:
     variant: DecodeVariant
     writing: DecodeVariant
     merge: MergeVariant | None
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlans:
+    """What a step of single rows does in every kind of layer.
+
+    Attributes:
+        keys: The kinds of layers.
+        works: Their plans.
+    """
+
+    keys: tuple[tuple[int, int | None, int], ...]
+    works: tuple[_Decode, ...]
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """What of the plans is on the device and differs from step to step."""
+        return [work.plan for work in self.works]
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """What must agree for two steps to be the same graph."""
+        return tuple(
+            (key, work.num_items, work.num_rows, work.plan.size, work.variant, work.merge)
+            for key, work in zip(self.keys, self.works, strict=True)
+        )
 
 
 @dataclass(frozen=True, slots=True)

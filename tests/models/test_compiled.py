@@ -1,0 +1,132 @@
+"""Compiled decode steps, with a stand-in for model and kernels: what is fixed and what is not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from pagedmlx.models.compiled import MAX_GRAPHS, CompiledDecode
+from pagedmlx.ops.base import PagedBatch, upload
+from tests.support.batches import make_batch
+
+
+@dataclass
+class Plans:
+    arrays: list[mx.array]
+    kind: str = "whole"
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        return (self.kind, self.arrays[0].size)
+
+
+class Store:
+    """Has a token that counts the writes."""
+
+    def __init__(self) -> None:
+        self.token = mx.zeros(8, mx.int32)
+
+    def wrote(self, token: mx.array) -> None:
+        self.token = token
+
+
+class Backend:
+    """Plans one array per step, which the stand-in for a model adds up."""
+
+    def __init__(self) -> None:
+        self.next_plans: Plans | None = None
+        self.followed: mx.array | None = None
+
+    def plan_ahead(self, batch: PagedBatch) -> Plans | None:
+        return self.next_plans
+
+    def follow(self, batch: PagedBatch, plans: Plans, arrays: Sequence[mx.array]) -> None:
+        (self.followed,) = arrays
+
+
+class Decoding:
+    def __init__(self) -> None:
+        self.store: Any = Store()
+        self.backend = Backend()
+        self.num_runs = 0
+        self.fails = False
+        self.compiled = CompiledDecode(self.run, self.backend, self.store)
+
+    def run(self, batch: PagedBatch, store: Any) -> mx.array:
+        self.num_runs += 1
+        if self.fails:
+            raise RuntimeError("no")
+        store.wrote(store.token + 1)
+        assert self.backend.followed is not None
+        rows = batch.token_ids + 10 * batch.positions + batch.groups[0].slot_mapping
+        return (rows + self.backend.followed.sum())[:, None]
+
+    def step(self, contexts: Sequence[int], plan: Sequence[int], kind: str = "whole") -> mx.array:
+        """One decode step, in the usual way where there is no graph yet."""
+        spans = [(context - 1, 1) for context in contexts]
+        rng = np.random.default_rng(sum(contexts))
+        batch = upload(make_batch(spans, block_size=4, num_blocks=64, rng=rng))
+        self.backend.next_plans = Plans([mx.array(plan)], kind)
+        logits = self.compiled(batch)
+        expected = batch.token_ids + 10 * batch.positions + batch.groups[0].slot_mapping + sum(plan)
+        if logits is None:
+            logits = self.run(batch, self.store)
+        np.testing.assert_array_equal(np.array(logits[:, 0]), np.array(expected))
+        return logits
+
+
+def test_a_shape_is_traced_once_and_takes_new_arrays_at_every_step() -> None:
+    decoding = Decoding()
+    for number in range(8):
+        decoding.step([5 + number, 9, 20], [number, 2 * number])
+        assert decoding.store.token.tolist() == [number + 1] * 8
+    # Two steps in the usual way, then the trace; after it no Python of the model runs.
+    assert decoding.num_runs == 3
+
+
+def test_steps_of_other_shapes_are_other_graphs() -> None:
+    decoding = Decoding()
+    for _ in range(4):
+        decoding.step([5], [1, 2])
+        decoding.step([5, 6], [1, 2])
+        decoding.step([5], [1, 2, 3])
+        decoding.step([5], [1, 2], kind="split")
+    assert decoding.num_runs == 4 * 3
+
+
+def test_shapes_that_come_and_go_are_not_traced_and_graphs_are_bounded() -> None:
+    decoding = Decoding()
+    for count in range(1, 2 * MAX_GRAPHS):
+        decoding.step([3] * count, [1])
+    assert len(decoding.compiled._graphs) == 0
+    assert len(decoding.compiled._uses) <= MAX_GRAPHS
+    for count in range(1, MAX_GRAPHS + 4):
+        for _ in range(3):
+            decoding.step([3], list(range(count)))
+    assert len(decoding.compiled._graphs) == MAX_GRAPHS
+
+
+def test_prompts_and_unplanned_steps_take_the_usual_way() -> None:
+    decoding = Decoding()
+    rng = np.random.default_rng(0)
+    chunk = upload(make_batch([(4, 1), (0, 5)], block_size=4, num_blocks=64, rng=rng))
+    decoding.backend.next_plans = Plans([mx.array([1])])
+    assert decoding.compiled(chunk) is None
+    decoding.backend.next_plans = None
+    single = upload(make_batch([(4, 1)], block_size=4, num_blocks=64, rng=rng))
+    assert decoding.compiled(single) is None
+
+
+def test_a_trace_that_fails_leaves_the_token_as_it_was() -> None:
+    decoding = Decoding()
+    for _ in range(2):
+        decoding.step([5], [1])
+    decoding.fails = True
+    with pytest.raises(RuntimeError, match="no"):
+        decoding.step([5], [1])
+    assert decoding.store.token.tolist() == [2] * 8
