@@ -1,4 +1,7 @@
-"""Attention of prefill chunks: their context is gathered, then MLX's own attention runs on it."""
+"""Attention of prefill chunks: their context is gathered, then MLX's own attention runs on it.
+
+Where a chunk is the whole context of its sequence, its K and V need no gathering.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,8 @@ import numpy as np
 
 from pagedmlx.core.batch import NO_BLOCK, BatchArrays
 from pagedmlx.kv.store import KVStore
-from pagedmlx.ops.base import AttentionParams
-from pagedmlx.ops.gather import attend_gathered
+from pagedmlx.ops.base import AttentionParams, GroupBatch
+from pagedmlx.ops.gather import attend_gathered, own_rows
 from pagedmlx.ops.launch import Launch, Launcher
 from pagedmlx.ops.reference import visible
 from pagedmlx.ops.variants import GatherVariant
@@ -30,6 +33,7 @@ class Chunk:
         seen: (L, N) booleans.
         mask: ``seen`` in the cheapest form that MLX's attention takes.
         variant: The kernel that gathers.
+        own: Its rows in the step, if they are its whole context.
     """
 
     plan: mx.array
@@ -38,6 +42,7 @@ class Chunk:
     seen: mx.array
     mask: mx.array | str
     variant: GatherVariant
+    own: slice | None
 
 
 def plan_chunk(
@@ -53,7 +58,8 @@ def plan_chunk(
         variant: The kernel that gathers.
     """
     end = int(host.context_lens[index])
-    first = end - int(host.query_start_loc[index + 1] - host.query_start_loc[index])
+    rows = slice(*(int(row) for row in host.query_start_loc[index : index + 2]))
+    first = end - (rows.stop - rows.start)
     low = 0 if window is None else max(first - window + 1, 0)
     table = host.groups[group].block_tables[index, : -(-end // variant.pool.block_size)]
     plan = np.zeros(_HEADER + 2 + len(table), dtype=np.int32)
@@ -62,13 +68,15 @@ def plan_chunk(
     plan[_HEADER + 2 :] = np.where(table == NO_BLOCK, 0, table)
     seen = visible(mx.arange(first, end), mx.arange(low, end), window)
     mask = "causal" if window is None or end <= window else seen
-    return Chunk(mx.array(plan), end - first, end - low, seen, mask, variant)
+    own = rows if first == 0 else None
+    return Chunk(mx.array(plan), end - first, end - low, seen, mask, variant, own)
 
 
 def attend_chunk(
     launcher: Launcher,
     queries: mx.array,
     layer: int,
+    group: GroupBatch,
     store: KVStore,
     chunk: Chunk,
     params: AttentionParams,
@@ -79,6 +87,7 @@ def attend_chunk(
         launcher: Runs the gather.
         queries: (L, num_heads, k_head_dim).
         layer: The layer whose K and V are read.
+        group: The layer's KV group in this step.
         store: Owner of the pool.
         chunk: From ``plan_chunk``.
         params: The layer's settings.
@@ -86,6 +95,9 @@ def attend_chunk(
     Returns:
         (L, num_heads, v_head_dim) in the type of ``queries``.
     """
+    own = None if chunk.own is None else own_rows(store, layer, group, chunk.own)
+    if own is not None:
+        return attend_gathered(queries, *own, chunk.mask, chunk.seen, params)
     pool, token = store.bind(layer)
     shape = chunk.variant.pool
     rows = shape.num_kv_heads * chunk.num_tokens

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from pagedmlx.core.batch import BatchArrays, Int32Array
 from pagedmlx.kv.store import KVStore
-from pagedmlx.ops.base import AttentionParams, PagedBatch
+from pagedmlx.ops.base import AttentionParams, GroupBatch, PagedBatch
 from pagedmlx.ops.reference import explicit_attention, visible
 
 MAX_PADDING = 256
@@ -44,7 +44,11 @@ class GatherBackend:
             queries = queries[plan.order]
         outputs = [
             attend_gathered(
-                queries[part.rows], *part.read(store, layer), part.mask, part.seen, params
+                queries[part.rows],
+                *part.read(store, layer, batch.groups[group]),
+                part.mask,
+                part.seen,
+                params,
             )
             for part in plan.parts
         ]
@@ -77,7 +81,7 @@ class _Decodes:
     seen: mx.array
     mask: mx.array | None
 
-    def read(self, store: KVStore, layer: int) -> tuple[mx.array, mx.array]:
+    def read(self, store: KVStore, layer: int, group: GroupBatch) -> tuple[mx.array, mx.array]:
         return store.gather_slots(layer, self.slots)
 
 
@@ -91,6 +95,7 @@ class _Chunk:
         tokens: The tokens of those blocks that a row sees.
         seen: (L, N) booleans.
         mask: ``seen`` in the cheapest form that MLX's attention takes.
+        is_whole: Whether its rows are the whole sequence.
     """
 
     rows: slice
@@ -98,8 +103,12 @@ class _Chunk:
     tokens: slice
     seen: mx.array
     mask: mx.array | str
+    is_whole: bool
 
-    def read(self, store: KVStore, layer: int) -> tuple[mx.array, mx.array]:
+    def read(self, store: KVStore, layer: int, group: GroupBatch) -> tuple[mx.array, mx.array]:
+        own = own_rows(store, layer, group, self.rows) if self.is_whole else None
+        if own is not None:
+            return own
         keys, values = store.gather(layer, self.block_tables)
         return keys[:, :, self.tokens], values[:, :, self.tokens]
 
@@ -139,6 +148,7 @@ def _make_plan(host: BatchArrays, group: int, window: int | None, block_size: in
                 tokens=slice(low - block * block_size, end - block * block_size),
                 seen=seen,
                 mask="causal" if window is None or end <= window else seen,
+                is_whole=int(firsts[index]) == 0,
             )
         )
     if len(buckets) <= 1:
@@ -183,6 +193,27 @@ def split_by_length(lengths: Int32Array, max_padding: int) -> list[npt.NDArray[n
             longest, padding = length, 0
         buckets[-1].append(index)
     return [np.sort(bucket) for bucket in buckets]
+
+
+def own_rows(
+    store: KVStore, layer: int, group: GroupBatch, rows: slice
+) -> tuple[mx.array, mx.array] | None:
+    """K and V of some rows of the step as the model computed them; nothing is read.
+
+    Args:
+        store: Owner of the pool.
+        layer: The layer.
+        group: The layer's KV group in this step.
+        rows: Which of the step's rows.
+
+    Returns:
+        K (1, num_kv_heads, L, k_head_dim) and V likewise; None if the store has them no more.
+    """
+    newest = store.newest(layer, group.slot_mapping)
+    if newest is None:
+        return None
+    keys, values = (array[rows].swapaxes(0, 1)[None] for array in newest)
+    return keys, values
 
 
 def attend_gathered(

@@ -96,7 +96,9 @@ class KernelBackend:
         for part in plan.parts:
             rows = queries if len(plan.parts) == 1 else queries[part.rows]
             if isinstance(part.work, Chunk):
-                parts.append(attend_chunk(self._launch, rows, layer, store, part.work, params))
+                here = batch.groups[group]
+                output = attend_chunk(self._launch, rows, layer, here, store, part.work, params)
+                parts.append(output)
             elif isinstance(part.work, Prefill):
                 parts.append(attend_prefill(self._launch, rows, layer, store, part.work, params))
             else:
