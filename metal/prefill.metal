@@ -20,7 +20,8 @@
 // Work of a threadgroup: 8 * SIMDGROUPS vectors times the tokens that they see. The host bounds the
 // sum over a launch.
 // Numerics: products and sums in float32; softmax online, in powers of 2. Masked scores never meet
-// an infinity, and K and V of tokens that no row sees count as 0, whatever their slots hold.
+// an infinity, and K and V of tokens that no row sees count as 0, whatever their slots hold. In CUDA
+// factors are of KT, the weights too.
 // Constants: T, KT (types); H, FACTOR, DK, DV, BS, SLOT_MAJOR, SIMDGROUPS, KEYS, W (width of a load;
 // DK and DV are multiples of 8 * W), PAD, HAS_SINKS, HAS_SOFTCAP, QUERY_SCALE (scale * log2(e), or
 // scale / softcap), SOFTCAP (softcap * log2(e)).
@@ -35,9 +36,8 @@ constexpr int LOADS = (DK > DV ? DK : DV) / W;
 
 const int thread_id = int(thread_index_in_threadgroup);
 const uint lane = thread_index_in_simdgroup;
-// Where a lane's two neighbours lie in every 8 x 8 matrix.
-const int row8 = int(((lane & 16u) >> 2) | ((lane >> 1) & 3u));
-const int col8 = int(((lane & 8u) >> 1) | ((lane & 1u) << 1));
+const int row8 = matrix_row(lane);
+const int col8 = matrix_column(lane);
 
 const int group = int(threadgroup_position_in_grid.x);
 const int kv_head = group % H;
@@ -104,7 +104,8 @@ for (int base = start / KEYS * KEYS; base < high_end; base += KEYS) {
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
-  simdgroup_matrix<float, 8, 8> left, right;
+  simdgroup_matrix<OPERAND(T), 8, 8> left;
+  simdgroup_matrix<OPERAND(KT), 8, 8> right;
   simdgroup_matrix<float, 8, 8> scores[KEY_TILES];
   UNROLL for (int n = 0; n < KEY_TILES; ++n) {
     scores[n] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
@@ -112,16 +113,17 @@ for (int base = start / KEYS * KEYS; base < high_end; base += KEYS) {
   UNROLL for (int s = 0; s < K_SPANS; ++s) {
     vec<KT, W> k[KEY_TILES][2];
     UNROLL for (int n = 0; n < KEY_TILES; ++n) {
-      k[n][0] = k_tile[n * 8 + col8][s * 8 + row8];
-      k[n][1] = k_tile[n * 8 + col8 + 1][s * 8 + row8];
+      UNROLL for (int e = 0; e < 2; ++e) {
+        k[n][e] = k_tile[n * 8 + right_column(lane, e)][s * 8 + right_row(lane, e)];
+      }
     }
     // Products that follow each other go to different sums, so that none waits for the last.
     UNROLL for (int w = 0; w < W; ++w) {
-      left.thread_elements()[0] = float(q[s][0][w]);
-      left.thread_elements()[1] = float(q[s][1][w]);
+      left.thread_elements()[0] = q[s][0][w];
+      left.thread_elements()[1] = q[s][1][w];
       UNROLL for (int n = 0; n < KEY_TILES; ++n) {
-        right.thread_elements()[0] = float(k[n][0][w]);
-        right.thread_elements()[1] = float(k[n][1][w]);
+        right.thread_elements()[0] = k[n][0][w];
+        right.thread_elements()[1] = k[n][1][w];
         simdgroup_multiply_accumulate(scores[n], left, right, scores[n]);
       }
     }
@@ -142,9 +144,7 @@ for (int base = start / KEYS * KEYS; base < high_end; base += KEYS) {
       tile_top = max(tile_top, score);
     }
   }
-  // The lanes of a row differ in bits 0 and 3.
-  tile_top = max(tile_top, simd_shuffle_xor(tile_top, ushort(1)));
-  tile_top = max(tile_top, simd_shuffle_xor(tile_top, ushort(8)));
+  tile_top = max_of_row(tile_top);
   if (simd_any(tile_top > top)) {
     const float new_top = max(top, tile_top);
     const float shrink = exp2(top - new_top);
@@ -165,19 +165,20 @@ for (int base = start / KEYS * KEYS; base < high_end; base += KEYS) {
 
   UNROLL for (int n = 0; n < KEY_TILES; ++n) {
     UNROLL for (int s = 0; s < V_SPANS; ++s) {
-      const vec<KT, W> v0 = v_tile[n * 8 + row8][s * 8 + col8];
-      const vec<KT, W> v1 = v_tile[n * 8 + row8][s * 8 + col8 + 1];
+      vec<KT, W> v[2];
+      UNROLL for (int e = 0; e < 2; ++e) {
+        v[e] = v_tile[n * 8 + right_row(lane, e)][s * 8 + right_column(lane, e)];
+      }
       UNROLL for (int w = 0; w < W; ++w) {
-        right.thread_elements()[0] = float(v0[w]);
-        right.thread_elements()[1] = float(v1[w]);
+        right.thread_elements()[0] = v[0][w];
+        right.thread_elements()[1] = v[1][w];
         simdgroup_multiply_accumulate(acc[s * W + w], scores[n], right, acc[s * W + w]);
       }
     }
   }
 }
 
-weight_sum += simd_shuffle_xor(weight_sum, ushort(1));
-weight_sum += simd_shuffle_xor(weight_sum, ushort(8));
+weight_sum = sum_of_row(weight_sum);
 float factor = 1.0f;
 #if HAS_SINKS
 const float sink = float(sinks[head]) * 1.4426950408889634f;

@@ -35,7 +35,8 @@ class Kernel:
         input_names: What the body calls its inputs.
         output_names: What it calls its outputs.
         threadgroup_bytes: Threadgroup memory that it takes.
-        cuda_headers: Files that say in CUDA what only this text uses of Metal.
+        headers: Files that go before it, and before few others.
+        cuda_headers: Files that say in CUDA what only such texts use of Metal.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Kernel:
     input_names: tuple[str, ...]
     output_names: tuple[str, ...]
     threadgroup_bytes: int = 0
+    headers: tuple[str, ...] = ()
     cuda_headers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -133,9 +135,10 @@ class MLXLauncher:
 
     def function(self, kernel: Kernel) -> Any:
         """MLX's function for a kernel, made once."""
-        header = self._header
+        headers = kernel.headers
         if self.platform is Platform.CUDA:
-            header += "".join(map(read_source, kernel.cuda_headers))
+            headers = kernel.cuda_headers + headers
+        header = self._header + "".join(map(read_source, headers))
         function = self._compile(
             name=kernel.name,
             input_names=list(kernel.input_names),

@@ -107,7 +107,7 @@ class PrefillVariant:
             ("out",),
             threadgroup_bytes=self._tile_bytes(self.keys),
         )
-        return replace(kernel, cuda_headers=("cuda_matrix.h",))
+        return replace(kernel, headers=("matrix.h",), cuda_headers=("cuda_matrix.h",))
 
     def _tile_bytes(self, keys: int) -> int:
         rows = self.pool.k_head_dim + self.pool.v_head_dim + 2 * self.padding * self.load_width

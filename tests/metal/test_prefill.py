@@ -23,6 +23,7 @@ from pagedmlx.ops.prefill import PrefillVariant, attend_prefill, plan_prefill
 from pagedmlx.ops.variants import BLOCK_SIZES
 from tests.metal.cases import covering
 from tests.metal.check import check
+from tests.metal.cuda_map import with_cuda_map
 from tests.metal.execute import ExecutionError
 from tests.metal.launcher import FiberLauncher, RecordingLauncher
 from tests.support.attention import TOLERANCES, Case, make_case, to_numpy
@@ -234,6 +235,13 @@ def test_where_a_prompt_is_cut_changes_no_bit(window):
     np.testing.assert_array_equal(tail, whole[37:])
 
 
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_the_map_of_lanes_that_cuda_has_serves_as_well(dtype):
+    launcher = FiberLauncher(change=with_cuda_map)
+    setting = replace(SMALL, dtype=dtype, head_dims=(96, 80), factor=3, window=20)
+    assert setting.deviation(launcher) < MAX_DEVIATION
+
+
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);\n"
 LIVE = "position >= start && position < high_end"
 WRONG, RACE, STRICT = ("result",), ("race", "uninitialised"), ("strict check",)
@@ -252,9 +260,9 @@ FAULTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "missing barrier before the tile": (f"{BARRIER}for", "for", RACE),
     "missing barrier after the tile": (f"{BARRIER}simdgroup_matrix", "simdgroup_matrix", RACE),
     "barrier too small": (f"{BARRIER}s", f"{BARRIER}s".replace("thread", "simd", 1), RACE),
-    "rows beside each other mixed up": ("ushort(8)", "ushort(4)", WRONG),
+    "rows beside each other mixed up": ("ROW_BIT_1 8", "ROW_BIT_1 4", WRONG),
     "dropped rescale": ("acc[i].thread_elements()[0] *= shrink;", "", WRONG),
-    "wrong lanes of V": ("v_tile[n * 8 + row8]", "v_tile[n * 8 + col8]", WRONG),
+    "wrong lanes of V": ("v_tile[n * 8 + right_row(", "v_tile[n * 8 + right_column(", WRONG),
     "wrong vector of the piece": ("vector / FACTOR;", "vector % FACTOR;", ("race",)),
     "divergent product": (
         "if (wanted > last_vector) return;\n",
