@@ -1,6 +1,6 @@
 """Reads and checks the header of a GGUF file in pure Python, before MLX is let near it.
 
-Owns the file format only; what the metadata of an architecture means is in ``gguf_llama``.
+Owns the file format only; what the metadata of an architecture means is in ``gguf_models``.
 The format is that of the GGUF specification, versions 2 and 3, little endian.
 """
 
@@ -62,8 +62,9 @@ TENSOR_TYPES: Mapping[int, TensorType] = {
     2: TensorType("Q4_0", 32, 18),
     3: TensorType("Q4_1", 32, 20),
     8: TensorType("Q8_0", 32, 34),
+    30: TensorType("BF16", 1, 2),
 }
-"""The types that MLX reads without a loss: as they are, or as its own quantised form."""
+"""The types that are read without a loss: as they are, or as MLX's own quantised form."""
 
 _OTHER_TYPE_NAMES = {
     6: "Q5_0",
@@ -89,10 +90,16 @@ _OTHER_TYPE_NAMES = {
     27: "I64",
     28: "F64",
     29: "IQ1_M",
-    30: "BF16",
+    31: "Q4_0_4_4",
+    32: "Q4_0_4_8",
+    33: "Q4_0_8_8",
     34: "TQ1_0",
     35: "TQ2_0",
+    36: "IQ4_NL_4_4",
+    37: "IQ4_NL_4_8",
+    38: "IQ4_NL_8_8",
     39: "MXFP4",
+    40: "NVFP4",
 }
 
 
@@ -307,7 +314,7 @@ def _check_tensor(
         raise UnsupportedModelError(
             f"{reader.file_name}: tensor {name!r} is {_OTHER_TYPE_NAMES[type_id]}; "
             f"types read here: {readable}",
-            hint="use a Q4_0, Q4_1, Q8_0 or F16 file of the model, or its MLX folder",
+            hint="use a Q4_0, Q4_1, Q8_0, F16 or BF16 file of the model, or its MLX folder",
         )
     if shape[-1] % tensor_type.block_elements:
         raise reader.fail(

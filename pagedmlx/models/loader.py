@@ -14,8 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from pagedmlx.errors import ModelLoadError, ModelNotFoundError, UnsupportedModelError, first_line
-from pagedmlx.models.gguf import read_header
-from pagedmlx.models.gguf_llama import describe
+from pagedmlx.models.gguf_weights import load_gguf
 from pagedmlx.models.weights import cast_parameters, dequantize, main_dtype, named_parameters
 from pagedmlx.progress import ProgressCallback, ignore_progress
 
@@ -33,8 +32,6 @@ _CONTEXT_KEYS = (
     "n_ctx",
     "model_max_length",
 )
-_GGUF_BITS = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8}
-_GGUF_GROUP_SIZE = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +100,7 @@ def load_model(
             _read_json(path / "generation_config.json", required=False)
         )
     else:
-        model, config, gguf_metadata = _load_gguf(path)
+        model, config, gguf_metadata = load_gguf(path)
         eos_token_ids = _eos_token_ids(config)
     if on_cpu and wanted == mx.float32:
         dequantize(model)
@@ -176,42 +173,6 @@ def _check_weight_files(path: Path) -> None:
             f"{path.name}: no weights (model*.safetensors) in the folder",
             hint="give a folder that mlx-lm can load, or a .gguf file",
         )
-
-
-def _load_gguf(path: Path) -> tuple[nn.Module, dict[str, Any], Mapping[str, Any]]:
-    header = read_header(path)
-    described = describe(header, path.name)
-    from mlx_lm.models import llama
-
-    try:
-        tensors = mx.load(str(path), format="gguf")
-    except (RuntimeError, ValueError) as error:
-        raise ModelLoadError(f"{path.name}: MLX can't read it: {first_line(error)}") from error
-    assert isinstance(tensors, dict)
-    config = dict(described.config)
-    model = llama.Model(llama.ModelArgs.from_dict(config))
-    types = {
-        ours: header.tensors[f"{theirs}.weight"].type
-        for theirs, ours in described.module_names.items()
-    }
-
-    def quantization(name: str, _module: nn.Module) -> bool | dict[str, Any]:
-        bits = _GGUF_BITS.get(types.get(name, ""))
-        return bits is not None and {"group_size": _GGUF_GROUP_SIZE, "bits": bits}
-
-    nn.quantize(model, _GGUF_GROUP_SIZE, 4, class_predicate=quantization)
-    weights = [
-        (f"{ours}.{part}", tensors[f"{theirs}.{part}"])
-        for theirs, ours in described.module_names.items()
-        for part in ("weight", "scales", "biases")
-        if f"{theirs}.{part}" in tensors
-    ]
-    try:
-        model.load_weights(weights, strict=True)
-    except ValueError as error:
-        raise ModelLoadError(f"{path.name}: {first_line(error)}") from error
-    model.eval()
-    return model, config, header.metadata
 
 
 def _evaluate(model: nn.Module, path: Path, report: ProgressCallback) -> int:

@@ -17,6 +17,7 @@ from pagedmlx.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
+_ID_NAMES = ("bos", "eos", "unknown", "padding", "eot", "eom")
 _SPACE_MARK = "\N{LOWER ONE EIGHTH BLOCK}"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _WORDS = (
@@ -102,7 +103,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, object], *, source: str) -> Token
         raise
     except Exception as error:  # tokenizers raises bare Exception for bad merges and patterns
         raise fields.damaged(str(error)) from error
-    ids = {name: fields.token_id(name) for name in ("bos", "eos", "unknown", "padding", "eot")}
+    ids = {name: fields.token_id(name) for name in _ID_NAMES}
     names = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
     inner = PreTrainedTokenizerFast(
         tokenizer_object=backend,
@@ -114,7 +115,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, object], *, source: str) -> Token
         },
     )
     inner.chat_template = _text(metadata.get("tokenizer.chat_template"))
-    ends = [index for name in ("eos", "eot") if (index := ids[name]) is not None]
+    ends = [index for name in ("eos", "eot", "eom") if (index := ids[name]) is not None]
     return Tokenizer(inner, eos_token_ids=ends)
 
 
@@ -135,9 +136,13 @@ class _Fields:
         return value
 
     def strings(self, name: str) -> list[str]:
-        """A field that must be there and be a list of strings."""
-        values = self.get(name, list, None)
-        if not values or not all(isinstance(value, str) for value in values):
+        """A field that must be there and be a list of strings; only merges may be empty."""
+        values: list[Any] | None = self.get(name, list, None)
+        if (
+            values is None
+            or not (values or name == "merges")
+            or not all(isinstance(value, str) for value in values)
+        ):
             raise self.damaged(f"tokenizer.ggml.{name} is missing or not a list of strings")
         return values
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mlx.utils import tree_flatten
 
 from pagedmlx.errors import ModelLoadError, UnsupportedModelError
 from pagedmlx.models.gguf import read_header
@@ -21,6 +22,7 @@ from tests.support.gguf_writer import (
     UINT32,
     VOCAB_SIZE,
     GGUFFile,
+    encode_tensor,
     tiny_llama_gguf,
 )
 
@@ -31,6 +33,7 @@ QUANTISED = {
     "attn_v": "Q8_0",
     "ffn_up": "Q4_1",
     "ffn_gate": "F16",
+    "ffn_down": "BF16",
 }
 
 
@@ -83,6 +86,25 @@ def test_quantised_weights_stay_so_when_another_type_is_asked_for(tmp_path: Path
     assert packed.parameter_bytes < expanded.parameter_bytes / 2
     expected = logits_of(expanded)
     np.testing.assert_allclose(logits_of(packed), expected, atol=3e-2 * np.abs(expected).max())
+
+
+def test_bfloat16_keeps_the_values_that_float16_would_lose(tmp_path: Path) -> None:
+    file, _ = tiny_llama_gguf()
+    values = np.full((32, 32), 2.0**100)
+    raw, _ = encode_tensor("BF16", values)
+    file.tensors["blk.0.attn_q.weight"] = ("BF16", values.shape, raw)
+    model: Any = load_model(file.write(tmp_path / "m.gguf")).model
+    np.testing.assert_array_equal(np.array(model.model.layers[0].self_attn.q_proj.weight), values)
+
+
+def test_a_file_in_bfloat16_runs_in_bfloat16_when_the_type_is_kept(tmp_path: Path) -> None:
+    names = ["token_embd", "attn_q", "attn_k", "attn_v", "attn_output"]
+    names += ["ffn_up", "ffn_gate", "ffn_down"]
+    file, _ = tiny_llama_gguf(types=dict.fromkeys(names, "BF16"))
+    loaded = load_model(file.write(tmp_path / "m.gguf"), dtype="bfloat16")
+    assert loaded.dtype == "bfloat16"
+    parameters = tree_flatten(loaded.model.parameters())
+    assert {array.dtype for _, array in parameters} == {mx.bfloat16}
 
 
 def test_an_output_matrix_of_its_own_is_used(tmp_path: Path) -> None:
@@ -159,7 +181,9 @@ def test_a_damaged_header_is_one_clear_error(tmp_path: Path, file: GGUFFile, wor
     [
         (_edit(version=1), "version 1"),
         (_edit(version=4), "version 4"),
-        (_with_metadata("general.architecture", (STRING, "qwen2")), "'qwen2'"),
+        (_with_metadata("general.architecture", (STRING, "gemma3")), "'gemma3' is not supported"),
+        (_with_metadata("general.architecture", (STRING, "qwen2moe")), "llama, qwen2, qwen3"),
+        (_with_metadata("split.count", (UINT32, 3)), "one of 3 parts"),
         (_with_metadata("llama.expert_count", (UINT32, 8)), "mixture of experts"),
         (_with_metadata("llama.attention.value_length", (UINT32, 16)), "value_length"),
         (tiny_llama_gguf(types={"attn_norm": "F32"})[0], None),
@@ -169,16 +193,20 @@ def test_a_sound_file_of_another_kind_is_refused_by_name(
     tmp_path: Path, file: GGUFFile, words: str | None
 ) -> None:
     if words is None:
-        file.tensors["rope_freqs.weight"] = ("F32", (4,), b"\0" * 16)
-        words = "rope_freqs"
+        file.tensors["blk.0.attn_q.bias"] = ("F32", (32,), b"\0" * 128)
+        words = r"attn_q\.bias"
     with pytest.raises(UnsupportedModelError, match=words):
         load_model(file.write(tmp_path / "m.gguf"))
 
 
-@pytest.mark.parametrize("type_name", ["Q6_K", "BF16"])
-def test_a_tensor_type_that_mlx_would_convert_with_a_loss_is_refused_by_name(
-    tmp_path: Path, type_name: str
+@pytest.mark.parametrize("type_name", ["Q4_K", "Q5_0", "Q6_K", "IQ4_NL", "I32", "MXFP4"])
+def test_another_tensor_type_is_refused_by_name_before_mlx_sees_the_file(
+    tmp_path: Path, type_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("MLX was given the file")
+
+    monkeypatch.setattr(mx, "load", never)
     file, _ = tiny_llama_gguf()
     _, shape, data = file.tensors["blk.0.attn_q.weight"]
     file.tensors["blk.0.attn_q.weight"] = (type_name, shape, data)

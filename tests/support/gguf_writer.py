@@ -11,7 +11,14 @@ from typing import Any
 import numpy as np
 
 UINT32, INT32, FLOAT32, BOOL, STRING, ARRAY = 4, 5, 6, 7, 8, 9
-TYPE_IDS = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 8, "Q6_K": 14, "BF16": 30}
+TYPE_IDS = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 8, "BF16": 30} | {
+    "Q5_0": 6,
+    "Q4_K": 12,
+    "Q6_K": 14,
+    "IQ4_NL": 20,
+    "I32": 26,
+    "MXFP4": 39,
+}
 
 VOCAB_SIZE = 64
 HIDDEN = 32
@@ -86,6 +93,10 @@ def encode_tensor(type_name: str, values: np.ndarray) -> tuple[bytes, np.ndarray
         return values.astype("<f4").tobytes(), values.astype("<f4").astype(np.float64)
     if type_name == "F16":
         return values.astype("<f2").tobytes(), values.astype("<f2").astype(np.float64)
+    if type_name == "BF16":
+        bits = values.astype("<f4").view("<u4") >> 16
+        known = (bits << 16).astype("<u4").view("<f4").astype(np.float64)
+        return bits.astype("<u2").tobytes(), known
     blocks = values.reshape(-1, 32).astype(np.float64)
     high, low = blocks.max(axis=1), blocks.min(axis=1)
     if type_name == "Q8_0":
