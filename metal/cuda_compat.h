@@ -36,12 +36,8 @@ struct half_word {
   uint& word;
   int i;
   METAL_FUNC operator float() const { return element(word, i, T()); }
-  METAL_FUNC void operator=(T x) { put(bits(x)); }
-  METAL_FUNC void operator=(const half_word& x) {
-    put(x.i == 0 ? x.word & 0xffffu : x.word >> 16);
-  }
-  METAL_FUNC void put(uint x) {
-    word = i == 0 ? (word & 0xffff0000u) | x : (word & 0xffffu) | x << 16;
+  METAL_FUNC void operator=(T x) {
+    word = i == 0 ? (word & 0xffff0000u) | bits(x) : (word & 0xffffu) | bits(x) << 16;
   }
 };
 

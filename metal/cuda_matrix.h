@@ -32,6 +32,19 @@ METAL_FUNC simdgroup_matrix<T, Columns, Rows> make_filled_simdgroup_matrix(T val
   return matrix;
 }
 
+template <typename T, int W>
+METAL_FUNC void set_pair(simdgroup_matrix<T, 8, 8>& matrix, const vec<T, W>& first,
+                         const vec<T, W>& second, int w) {
+  const uint halves = w % 2 == 0 ? 0x5410u : 0x7632u;
+  matrix.elements.words[0] = __byte_perm(first.words[w / 2], second.words[w / 2], halves);
+}
+template <int W>
+METAL_FUNC void set_pair(simdgroup_matrix<float, 8, 8>& matrix, const vec<float, W>& first,
+                         const vec<float, W>& second, int w) {
+  matrix.elements[0] = first[w];
+  matrix.elements[1] = second[w];
+}
+
 METAL_FUNC uint pack(float x, float y, __half) {
   const __half2 pair = __floats2half2_rn(x, y);
   return *reinterpret_cast<const uint*>(&pair);

@@ -119,11 +119,9 @@ for (int base = start / KEYS * KEYS; base < high_end; base += KEYS) {
     }
     // Products that follow each other go to different sums, so that none waits for the last.
     UNROLL for (int w = 0; w < W; ++w) {
-      left.thread_elements()[0] = q[s][0][w];
-      left.thread_elements()[1] = q[s][1][w];
+      set_pair(left, q[s][0], q[s][1], w);
       UNROLL for (int n = 0; n < KEY_TILES; ++n) {
-        right.thread_elements()[0] = k[n][0][w];
-        right.thread_elements()[1] = k[n][1][w];
+        set_pair(right, k[n][0], k[n][1], w);
         simdgroup_multiply_accumulate(scores[n], left, right, scores[n]);
       }
     }
@@ -170,8 +168,7 @@ for (int base = start / KEYS * KEYS; base < high_end; base += KEYS) {
         v[e] = v_tile[n * 8 + right_row(lane, e)][s * 8 + right_column(lane, e)];
       }
       UNROLL for (int w = 0; w < W; ++w) {
-        right.thread_elements()[0] = v[0][w];
-        right.thread_elements()[1] = v[1][w];
+        set_pair(right, v[0], v[1], w);
         simdgroup_multiply_accumulate(acc[s * W + w], scores[n], right, acc[s * W + w]);
       }
     }
