@@ -21,12 +21,15 @@ def with_cuda_map(kernel: Kernel, source: str) -> str:
     if "matrix.h" not in kernel.headers:
         return source
     text = read_source("cuda_matrix.h")
-    lanes = re.findall(r"^(?:#define ROW_BIT|METAL_FUNC int (?:matrix|right)_).*", text, re.M)
-    _, _, product = text.rpartition("template <typename A>")
-    product = re.sub(r"(simdgroup_matrix<\w+, 8, 8>)&", r"thread \1&", product)
-    product = product.replace("simdgroup_multiply", "cuda_multiply")
-    words = "\n".join(["#define OPERAND(T) float", *lanes, _BEFORE, "template <typename A>"])
-    marker = "#ifndef OPERAND"
+    for line in re.findall(r"^(?:#define ROW_BIT|METAL_FUNC int (?:matrix|right)_).*", text, re.M):
+        start = re.match(r".*?\b\w+(?=\(| \d)", line)
+        assert start is not None
+        source, count = re.subn(rf"^{re.escape(start[0])}.*", line, source, flags=re.M)
+        assert count == 1, line
+    _, template, product = text.rpartition("template <typename A>")
+    product = re.sub(r"(simdgroup_matrix<\w+, 8, 8>)&", r"thread \1&", template + product)
+    # The header ends with the sums over a row, which need no product.
+    marker = "METAL_FUNC float max_of_row"
     assert marker in source
-    source = source.replace("simdgroup_multiply", "cuda_multiply")
-    return source.replace(marker, words + product + marker)
+    source = source.replace(marker, f"{_BEFORE}{product}{marker}")
+    return source.replace("simdgroup_multiply", "cuda_multiply")
