@@ -42,52 +42,6 @@ constexpr int RUN = BS < U ? BS : U;
 constexpr int RUNS = U / RUN;
 constexpr int STRIDE = SLOT_MAJOR ? H : 1;
 
-const uint lane = thread_index_in_simdgroup;
-const int simdgroup = int(simdgroup_index_in_threadgroup);
-const int group = int(threadgroup_position_in_grid.x);
-#if WRITES
-if (group == 0 && thread_index_in_threadgroup < 8) written[thread_index_in_threadgroup] = 0;
-#endif
-const int part = group % PARTS;
-const int kv_head = (group / PARTS) % H;
-const int item = group / (PARTS * H);
-if (item >= plan[0]) return;
-const device int* work = plan + 8 + item * 8;
-const int first_row = work[0];
-const int num_rows = work[1];
-const int start = work[2];
-const int end = work[3];
-const int context_len = work[4];
-const device int* table = plan + work[5];
-const int num_vectors = num_rows * FACTOR;
-if (part * GH >= num_vectors) return;
-
-#if WRITES
-// Each threadgroup that reads a new row stores it first; those that share it store the same.
-constexpr int VECTORS = (DK > DV ? DK : DV) / 4;
-for (int i = int(thread_index_in_threadgroup); i < num_rows * VECTORS; i += SIMDGROUPS * 32) {
-  const int row = i / VECTORS;
-  const int d = i % VECTORS * 4;
-  const int position = context_len - num_rows + row;
-  if (position < start || position >= end) continue;
-  const long id = table[position / BS];
-  const long place = SLOT_MAJOR ? (id * BS + position % BS) * H + kv_head
-                                : (id * H + kv_head) * BS + position % BS;
-  const long source = long(first_row + row) * H + kv_head;
-  if (d < DK) {
-    const vec<T, 4> x = *reinterpret_cast<const device vec<T, 4>*>(keys + source * DK + d);
-    device KT* to = const_cast<device KT*>(k_pool) + place * DK + d;
-    UNROLL for (int j = 0; j < 4; ++j) to[j] = KT(float(x[j]));
-  }
-  if (d < DV) {
-    const vec<T, 4> x = *reinterpret_cast<const device vec<T, 4>*>(values + source * DV + d);
-    device KT* to = const_cast<device KT*>(v_pool) + place * DV + d;
-    UNROLL for (int j = 0; j < 4; ++j) to[j] = KT(float(x[j]));
-  }
-}
-threadgroup_barrier(mem_flags::mem_device);
-#endif
-
 float q[GH][KJ * KW];
 UNROLL for (int g = 0; g < GH; ++g) {
   const int vector = part * GH + g;
@@ -207,9 +161,6 @@ for (; base < end; base += SIMDGROUPS * U) {
 
 weight_sum = sum_above<ACROSS>(weight_sum);
 
-threadgroup float all_acc[SIMDGROUPS][GH][DV];
-threadgroup float all_tops[SIMDGROUPS][GH];
-threadgroup float all_sums[SIMDGROUPS][GH];
 if (int(lane) < ACROSS && int(lane) % SPREAD == 0) {
   all_tops[simdgroup][int(lane) / SPREAD] = top;
   all_sums[simdgroup][int(lane) / SPREAD] = weight_sum;
@@ -219,39 +170,4 @@ UNROLL for (int g = 0; g < GH; ++g) {
     const int d = (e / VW * 32 + int(lane)) * VW + e % VW;
     if (d < DV) all_acc[simdgroup][g][d] = acc[g][e];
   }
-}
-threadgroup_barrier(mem_flags::mem_threadgroup);
-
-for (int i = int(thread_index_in_threadgroup); i < GH * DV; i += SIMDGROUPS * 32) {
-  const int g = i / DV;
-  const int d = i % DV;
-  const int vector = part * GH + g;
-  if (vector >= num_vectors) continue;
-  float group_top = all_tops[0][g];
-  UNROLL for (int s = 1; s < SIMDGROUPS; ++s) group_top = max(group_top, all_tops[s][g]);
-  float sum = 0.0f;
-  float total = 0.0f;
-  UNROLL for (int s = 0; s < SIMDGROUPS; ++s) {
-    const float share = exp2(all_tops[s][g] - group_top);
-    sum += share * all_sums[s][g];
-    total += share * all_acc[s][g][d];
-  }
-#if SPLIT
-  const long place = (long(work[6]) * H + kv_head) * (PARTS * GH) + vector;
-  partials[place * DV + d] = total;
-  if (d == 0) {
-    stats[2 * place] = group_top;
-    stats[2 * place + 1] = sum;
-  }
-#else
-  const int head = kv_head * FACTOR + vector % FACTOR;
-#if HAS_SINKS
-  const float sink = float(sinks[head]) * 1.4426950408889634f;
-  const float with_sink = max(group_top, sink);
-  total *= exp2(group_top - with_sink);
-  sum = sum * exp2(group_top - with_sink) + exp2(sink - with_sink);
-#endif
-  const long row = first_row + vector / FACTOR;
-  out[(row * (H * FACTOR) + head) * DV + d] = T(sum == 0.0f ? 0.0f : total / sum);
-#endif
 }

@@ -30,10 +30,12 @@ from pagedmlx.ops.prefill import (
 )
 from pagedmlx.ops.variants import (
     MAX_ROWS,
+    DecodePath,
     DecodeVariant,
     GatherVariant,
     MergeVariant,
     PoolShape,
+    decode_by,
 )
 from pagedmlx.ops.worklist import WorkList, choose_chunk, fixed_chunks, make_work_list
 
@@ -55,6 +57,7 @@ class KernelBackend:
         deterministic: Cut each sequence by its own length alone, so that its neighbours change
             nothing in its result.
         prefill: Who attends prefill chunks; also forced, it is the gather where the kernel can't.
+        decode: How the decode kernel multiplies; also forced, by lanes where matrices can't.
     """
 
     name = "kernels"
@@ -65,11 +68,13 @@ class KernelBackend:
         wave: int = DEFAULT_WAVE,
         deterministic: bool = False,
         prefill: PrefillPath | str = PrefillPath.AUTO,
+        decode: DecodePath | str = DecodePath.AUTO,
     ) -> None:
         self._launch = launcher
         self._wave = wave
         self._deterministic = deterministic
         self._prefill = PrefillPath(prefill)
+        self._decode_path = DecodePath(decode)
         self._prefills: dict[DecodeVariant, PrefillVariant] = {}
         self._gathers: dict[PoolShape, GatherVariant] = {}
         self._batch: PagedBatch | None = None
@@ -229,7 +234,7 @@ class KernelBackend:
         fixed = self._deterministic
         if fixed and rows > 1:
             rows = MAX_ROWS
-        whole = self._interned(replace(base, rows=rows))
+        whole = self._interned(decode_by(self._decode_path, replace(base, rows=rows)))
         groups_per_item = whole.pool.num_kv_heads * whole.parts
         if fixed:
             chunks = fixed_chunks(lows, ends)
@@ -242,7 +247,7 @@ class KernelBackend:
             if 2 * work.num_items * groups_per_item <= self._wave and whole.can_be_wider:
                 whole = self._interned(replace(whole, num_simdgroups=2 * whole.num_simdgroups))
             return self._steps(work, whole, None)
-        split = self._interned(replace(base, rows=rows, split=True))
+        split = self._interned(replace(whole, split=True))
         many = fixed or work.max_chunks > _MANY_CHUNKS
         merge = MergeVariant(split, _MERGE_SIMDGROUPS if many else 1)
         merge = self._merges.setdefault(merge, merge)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
@@ -22,11 +22,17 @@ from pagedmlx.ops.launch import (
     Launcher,
     Platform,
 )
-from pagedmlx.ops.variants import LOG2_E, TYPE_NAMES, DecodeVariant, PoolShape, make_kernel
+from pagedmlx.ops.variants import (
+    LOG2_E,
+    MAX_MATRIX_HEAD_DIM,
+    TYPE_NAMES,
+    DecodeVariant,
+    PoolShape,
+    make_kernel,
+    matrix_load_width,
+    with_matrices,
+)
 from pagedmlx.ops.worklist import HEADER, ITEM, UNLIMITED
-
-MAX_HEAD_DIM = 256
-"""Larger accumulators don't fit in registers."""
 
 MAX_WORK = 1 << 36
 """Multiplications of one launch: a tenth of a second on an M1, far from Metal's watchdog."""
@@ -59,7 +65,7 @@ class PrefillVariant:
     def is_supported(self) -> bool:
         """Whether the kernel can serve it."""
         dims = (self.pool.k_head_dim, self.pool.v_head_dim)
-        return all(dim % 16 == 0 and dim <= MAX_HEAD_DIM for dim in dims)
+        return all(dim % 16 == 0 and dim <= MAX_MATRIX_HEAD_DIM for dim in dims)
 
     @property
     def vectors(self) -> int:
@@ -68,8 +74,8 @@ class PrefillVariant:
 
     @cached_property
     def load_width(self) -> int:
-        """Elements of one load; the 8 loads of a span must fit in a row without a rest."""
-        return 2 if self.pool.k_head_dim % 32 or self.pool.v_head_dim % 32 else 4
+        """Elements of one load."""
+        return matrix_load_width(self.pool.k_head_dim, self.pool.v_head_dim)
 
     @cached_property
     def padding(self) -> int:
@@ -107,7 +113,7 @@ class PrefillVariant:
             ("out",),
             threadgroup_bytes=self._tile_bytes(self.keys),
         )
-        return replace(kernel, headers=("matrix.h",), cuda_headers=("cuda_matrix.h",))
+        return with_matrices(kernel)
 
     def _tile_bytes(self, keys: int) -> int:
         rows = self.pool.k_head_dim + self.pool.v_head_dim + 2 * self.padding * self.load_width

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import cached_property
 
 from pagedmlx.kv.layout import DTYPE_BYTES
@@ -16,6 +17,9 @@ BLOCK_SIZES = (2, 4, 8, 16, 32, 64)
 MAX_ROWS = 8
 """Most rows of a sequence that the decode kernel takes."""
 COPY_THREADS = 256
+MATRIX_ROWS = 8
+MAX_MATRIX_HEAD_DIM = 256
+"""Larger accumulators don't fit in registers."""
 
 LOG2_E = math.log2(math.e)
 TYPE_NAMES = {"float16": "half", "bfloat16": "bfloat16_t", "float32": "float"}
@@ -113,9 +117,17 @@ class GatherVariant:
         return make_kernel("gather", self.pool.constants(), inputs, ("keys", "values"))
 
 
+class DecodePath(StrEnum):
+    """How the decode kernel multiplies."""
+
+    AUTO = "auto"
+    LANES = "lanes"
+    MATRICES = "matrices"
+
+
 @dataclass(frozen=True)
 class DecodeVariant:
-    """``decode.metal`` for one pool and one kind of attention layer.
+    """``decode.metal`` for one pool and one kind of attention layer, or ``decode_matrix.metal``.
 
     Attributes:
         pool: The pool.
@@ -128,6 +140,7 @@ class DecodeVariant:
         softcap: As in ``AttentionParams``.
         num_simdgroups: SIMD-groups of a threadgroup.
         writes: Whether the kernel also writes the rows' K and V.
+        matrices: Whether it is ``decode_matrix.metal``, for what ``suits_matrices``.
     """
 
     pool: PoolShape
@@ -140,10 +153,25 @@ class DecodeVariant:
     softcap: float | None = None
     num_simdgroups: int = 4
     writes: bool = False
+    matrices: bool = False
+
+    @property
+    def suits_matrices(self) -> bool:
+        """Whether matrices can serve it, and have more rows with a query vector than without."""
+        pool = self.pool
+        dims = (pool.k_head_dim, pool.v_head_dim)
+        return (
+            self.rows * self.factor > MATRIX_ROWS // 2
+            and all(DTYPE_BYTES[dtype] == 2 for dtype in (pool.dtype, self.dtype))
+            and all(dim % 16 == 0 and dim <= MAX_MATRIX_HEAD_DIM for dim in dims)
+            and pool.block_size >= MATRIX_ROWS
+        )
 
     @cached_property
     def heads_per_group(self) -> int:
         """Query vectors that a threadgroup holds in registers; a power of two."""
+        if self.matrices:
+            return MATRIX_ROWS
         per_lane = _per_lane(self.pool.k_head_dim) + _per_lane(self.pool.v_head_dim)
         most = 1
         while most < 8 and 2 * most * per_lane <= 64:
@@ -161,6 +189,9 @@ class DecodeVariant:
     @cached_property
     def tile(self) -> int:
         """Tokens that a SIMD-group loads before it uses them; a power of two."""
+        if self.matrices:
+            # As many as leave the accumulators room in the registers.
+            return 16 if max(self.pool.k_head_dim, self.pool.v_head_dim) <= 128 else 8
         per_token = _per_lane(self.pool.k_head_dim) + _per_lane(self.pool.v_head_dim)
         words = max(1, per_token * DTYPE_BYTES[self.pool.dtype] // 4)
         tile = 2
@@ -169,14 +200,15 @@ class DecodeVariant:
         return tile
 
     @property
-    def _threadgroup_bytes(self) -> int:
+    def needed_bytes(self) -> int:
+        """Threadgroup memory."""
         per_simdgroup = 4 * self.heads_per_group * (self.pool.v_head_dim + 2)
         return self.num_simdgroups * per_simdgroup
 
     @property
     def can_be_wider(self) -> bool:
         """Whether there is threadgroup memory for twice as many SIMD-groups."""
-        return 2 * self._threadgroup_bytes <= MAX_THREADGROUP_BYTES
+        return 2 * self.needed_bytes <= MAX_THREADGROUP_BYTES
 
     @property
     def vectors(self) -> int:
@@ -194,10 +226,8 @@ class DecodeVariant:
             "ROWS": self.rows,
             "GH": self.heads_per_group,
             "PARTS": self.parts,
-            "U": self.tile,
             "SIMDGROUPS": self.num_simdgroups,
-            "KW": _load_width(self.pool.k_head_dim),
-            "VW": _load_width(self.pool.v_head_dim),
+            **self._tile_constants,
             "SPLIT": int(self.split),
             "WRITES": int(self.writes),
             "HAS_SINKS": int(sinks),
@@ -205,8 +235,9 @@ class DecodeVariant:
             "QUERY_SCALE": scale,
             "SOFTCAP": (self.softcap or 0.0) * LOG2_E,
         }
-        return make_kernel(
-            "decode",
+        body = "decode_matrix" if self.matrices else "decode"
+        kernel = make_kernel(
+            body,
             constants,
             (
                 *("queries", "k_pool", "v_pool", "plan"),
@@ -218,8 +249,18 @@ class DecodeVariant:
                 *(("partials", "stats") if self.split else ("out",)),
                 *(("written",) if self.writes else ()),
             ),
-            threadgroup_bytes=self._threadgroup_bytes,
+            threadgroup_bytes=self.needed_bytes,
+            parts=("decode_begin.h", f"{body}.metal", "decode_end.h"),
         )
+        return with_matrices(kernel) if self.matrices else kernel
+
+    @property
+    def _tile_constants(self) -> dict[str, int]:
+        dims = (self.pool.k_head_dim, self.pool.v_head_dim)
+        if self.matrices:
+            return {"KEYS": self.tile, "W": matrix_load_width(*dims)}
+        k_width, v_width = map(_load_width, dims)
+        return {"U": self.tile, "KW": k_width, "VW": v_width}
 
 
 @dataclass(frozen=True)
@@ -256,6 +297,24 @@ class MergeVariant:
         )
 
 
+def decode_by(path: DecodePath, variant: DecodeVariant) -> DecodeVariant:
+    """The variant that multiplies as wanted, or by lanes where matrices can't serve it.
+
+    By itself it is lanes, until matrices have been measured to be faster on some GPU.
+    """
+    if path is not DecodePath.MATRICES or not variant.suits_matrices:
+        return variant
+    variant = replace(variant, matrices=True)
+    while variant.needed_bytes > MAX_THREADGROUP_BYTES:
+        variant = replace(variant, num_simdgroups=variant.num_simdgroups // 2)
+    return variant
+
+
+def matrix_load_width(k_head_dim: int, v_head_dim: int) -> int:
+    """Elements of one load; the 8 loads of a span must fit in a row without a rest."""
+    return 2 if k_head_dim % 32 or v_head_dim % 32 else 4
+
+
 def _load_width(head_dim: int) -> int:
     """Elements of one load: 4, or 2 where that keeps all 32 lanes busy and 4 doesn't."""
     return 2 if head_dim % 128 and head_dim % 64 == 0 else 4
@@ -272,6 +331,7 @@ def make_kernel(
     input_names: tuple[str, ...],
     output_names: tuple[str, ...],
     threadgroup_bytes: int = 0,
+    parts: tuple[str, ...] = (),
 ) -> Kernel:
     """A file of the kernels' folder as a kernel, its constants written before it.
 
@@ -281,6 +341,7 @@ def make_kernel(
         input_names: As in ``Kernel``.
         output_names: Likewise.
         threadgroup_bytes: Likewise.
+        parts: The files that the text is made of, where it is more than that one.
     """
     # Plain definitions, and no template arguments: those MLX would put together at every call.
     lines = [_definition(name, value) for name, value in constants.items()]
@@ -288,11 +349,16 @@ def make_kernel(
     name = f"paged_{body}_{values}"
     return Kernel(
         name="".join(character if character.isalnum() else "_" for character in name),
-        source="\n" + "\n".join(lines) + "\n" + read_source(f"{body}.metal"),
+        source="\n" + "\n".join([*lines, *map(read_source, parts or (f"{body}.metal",))]),
         input_names=input_names,
         output_names=output_names,
         threadgroup_bytes=threadgroup_bytes,
     )
+
+
+def with_matrices(kernel: Kernel) -> Kernel:
+    """A kernel that multiplies matrices, with what it needs before its text."""
+    return replace(kernel, headers=("matrix.h",), cuda_headers=("cuda_matrix.h",))
 
 
 def _definition(name: str, value: int | float | str) -> str:

@@ -16,7 +16,7 @@ from pagedmlx.ops.base import AttentionParams
 from pagedmlx.ops.in_place import InPlaceWriter
 from pagedmlx.ops.kernels import KernelBackend
 from pagedmlx.ops.launch import Launcher
-from pagedmlx.ops.variants import BLOCK_SIZES, HEAD_DIMS
+from pagedmlx.ops.variants import BLOCK_SIZES, HEAD_DIMS, MAX_MATRIX_HEAD_DIM
 from pagedmlx.ops.worklist import MIN_CHUNK
 from tests.support.attention import TOLERANCES, Case, make_case
 
@@ -40,6 +40,7 @@ class Variant:
     softcap: float | None
     sinks: bool
     chunks: int  # of the longest sequence, where sequences are split
+    decode: str = "lanes"
 
     def __str__(self) -> str:
         values = (getattr(self, field.name) for field in fields(self))
@@ -79,7 +80,8 @@ class Variant:
         )
 
     def backend(self, launcher: Launcher) -> KernelBackend:
-        return KernelBackend(launcher, _SPLIT_WAVE if self.split else _WHOLE_WAVE)
+        wave = _SPLIT_WAVE if self.split else _WHOLE_WAVE
+        return KernelBackend(launcher, wave, decode=self.decode)
 
     def deviation(self, launcher: Launcher, seed: int = 0) -> float:
         """Largest error against float64, in units of the type's tolerance; infinite for NaN."""
@@ -105,6 +107,19 @@ SECOND: Mapping[str, Sequence[Any]] = {
     "sinks": (False, True),
     "chunks": (3, 18),  # merged by one SIMD-group, and by several
 }
+# Where decode can be by matrices.
+FIRST_OF_MATRICES: Mapping[str, Sequence[Any]] = {
+    "dtype": ("float16", "bfloat16"),
+    "head_dims": tuple(dims for dims in FIRST["head_dims"] if max(dims) <= MAX_MATRIX_HEAD_DIM),
+    "factor": (5, 7, 8, 16),
+    "rows": FIRST["rows"],
+    "split": FIRST["split"],
+}
+SECOND_OF_MATRICES: Mapping[str, Sequence[Any]] = {
+    **SECOND,
+    "block_size": tuple(size for size in BLOCK_SIZES if size >= 8),
+    "decode": ("matrices",),
+}
 
 
 def every_variant() -> list[Variant]:
@@ -112,16 +127,21 @@ def every_variant() -> list[Variant]:
     rng = random.Random(0)
     return [
         Variant(
-            **dict(zip(FIRST, values, strict=True)),
-            **{name: rng.choice(axis) for name, axis in SECOND.items()},
+            **dict(zip(first, values, strict=True)),
+            **{name: rng.choice(axis) for name, axis in second.items()},
         )
-        for values in itertools.product(*FIRST.values())
+        for first, second in ((FIRST, SECOND), (FIRST_OF_MATRICES, SECOND_OF_MATRICES))
+        for values in itertools.product(*first.values())
     ]
 
 
 def covering_variants() -> list[Variant]:
     """Few variants in which any two values of two axes meet."""
-    return [Variant(**values) for values in covering({**FIRST, **SECOND})]
+    return [
+        Variant(**values)
+        for axes in ({**FIRST, **SECOND}, {**FIRST_OF_MATRICES, **SECOND_OF_MATRICES})
+        for values in covering(axes)
+    ]
 
 
 def covering(axes: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:

@@ -10,14 +10,13 @@ import pytest
 from pagedmlx.kv.layout import DTYPE_BYTES
 from pagedmlx.ops.launch import MAX_THREADGROUP_BYTES, Platform
 from pagedmlx.ops.prefill import (
-    MAX_HEAD_DIM,
     Prefill,
     PrefillPath,
     PrefillVariant,
     plan_prefill,
     takes_kernel,
 )
-from pagedmlx.ops.variants import PoolShape
+from pagedmlx.ops.variants import MAX_MATRIX_HEAD_DIM, PoolShape
 from tests.support.batches import make_batch
 
 SPANS = ((9, 1), (40, 1), (3, 5), (0, 9), (100, 64), (31, 33), (7, 200))
@@ -94,7 +93,7 @@ def test_the_longest_runs_start_first():
 
 
 @pytest.mark.parametrize("dtype", DTYPE_BYTES)
-@pytest.mark.parametrize("head_dim", range(16, MAX_HEAD_DIM + 1, 16))
+@pytest.mark.parametrize("head_dim", range(16, MAX_MATRIX_HEAD_DIM + 1, 16))
 def test_tiles_fit_in_threadgroup_memory(dtype, head_dim):
     kernel = variant(dtype=dtype, k_head_dim=head_dim).kernel
     assert 0 < kernel.threadgroup_bytes <= MAX_THREADGROUP_BYTES
