@@ -23,6 +23,7 @@ class EngineConfig:
     Attributes:
         model: ``smollm2``, a local folder, or a Hugging Face id.
         revision: Branch, tag or commit of a Hugging Face model.
+        offline: Never use the network; what isn't on this machine is not found.
         trust_remote_code: Run Python code that comes with the model; off unless asked.
         dtype: Type of the weights; ``auto`` keeps the file's, and is float32 on the CPU.
         block_size: Tokens in one block: 8, 16, 32 or 64 (2 and 4 are taken for tests).
@@ -48,6 +49,7 @@ class EngineConfig:
 
     model: str = "smollm2"
     revision: str | None = None
+    offline: bool = False
     trust_remote_code: bool = False
     dtype: str = "auto"
     block_size: int = 16
@@ -104,7 +106,7 @@ class EngineConfig:
 
 
 def _check_types(config: EngineConfig) -> None:
-    for field in ("trust_remote_code", "enable_prefix_caching", "check_integrity"):
+    for field in ("offline", "trust_remote_code", "enable_prefix_caching", "check_integrity"):
         value = getattr(config, field)
         if not isinstance(value, bool):
             raise InvalidRequestError(field, f"{value!r} is not true or false")

@@ -27,6 +27,15 @@ def first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
+def readable_bytes(num_bytes: float) -> str:
+    """A number of bytes for people, such as ``1.5 GiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(num_bytes) < 1024:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} TiB"
+
+
 class InvalidRequestError(PagedMLXError):
     """A field of a request or a setting has a value that can't be served.
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from pagedmlx.download import fetch_snapshot
 from pagedmlx.embedded import (
     EMBEDDED_MODEL,
     EMBEDDED_PACKAGE,
@@ -21,16 +21,13 @@ from pagedmlx.embedded import (
     own_copy,
     storage_errors,
 )
-from pagedmlx.errors import ModelNotFoundError, ModelStoreError, first_line
-from pagedmlx.progress import ProgressCallback
+from pagedmlx.errors import ModelNotFoundError, ModelStoreError
+from pagedmlx.progress import ProgressCallback, ignore_progress
 
 if TYPE_CHECKING:
     from huggingface_hub import HFCacheInfo
 
 ModelKind = Literal["embedded", "folder", "gguf", "hub"]
-
-# What a model needs to run; pictures, ONNX, PyTorch pickles and the like stay where they are.
-MODEL_FILES = ("*.json", "model*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*")
 
@@ -72,7 +69,7 @@ class ModelEntry:
 def resolve(
     name: str,
     revision: str | None = None,
-    offline: bool | None = None,
+    offline: bool = False,
     on_progress: ProgressCallback | None = None,
 ) -> ResolvedModel:
     """Find a model by name; a Hugging Face model that is not here yet is fetched.
@@ -83,7 +80,7 @@ def resolve(
     Args:
         name: ``smollm2``, a folder or ``.gguf`` file (``~`` is expanded), or ``owner/model``.
         revision: Branch, tag or commit of a Hugging Face model.
-        offline: Never use the network; None follows HF_HUB_OFFLINE.
+        offline: Never use the network; the variable HF_HUB_OFFLINE says the same.
         on_progress: Called with a stage and, when known, the part done (0 to 1).
 
     Raises:
@@ -111,10 +108,11 @@ def resolve(
     cached = _cached_snapshot(name, revision)
     if cached is not None:
         return ResolvedModel(cached, name, "hub")
-    if _is_offline() if offline is None else offline:
+    if offline or _is_offline():
         raise ModelNotFoundError(
-            f"{name} is neither a folder here nor in the Hugging Face cache, and this is offline",
-            hint="unset HF_HUB_OFFLINE to fetch it",
+            f"{_at(name, revision)} is neither a folder here nor in the Hugging Face cache, and "
+            "this is offline",
+            hint="unset HF_HUB_OFFLINE to fetch it, or leave out --offline",
         )
     return pull(name, on_progress, revision=revision)
 
@@ -122,15 +120,19 @@ def resolve(
 def pull(
     name: str, on_progress: ProgressCallback | None = None, *, revision: str | None = None
 ) -> ResolvedModel:
-    """Bring a model to this machine; returns at once when all of it is here.
+    """Bring a model to this machine, or bring it up to date.
+
+    Args:
+        name: As for ``resolve``; a path is only looked at.
+        on_progress: Called with a stage and, when known, the part done (0 to 1).
+        revision: Branch, tag or commit of a Hugging Face model.
 
     Raises:
         ModelNotFoundError: No such model.
         ModelStoreError: No network, no permission, no space, or what came is not the model.
     """
-    report = on_progress or (lambda stage, fraction: None)
     if name == EMBEDDED_MODEL:
-        path = embedded_file() or fetch_embedded(report)
+        path = embedded_file() or fetch_embedded(on_progress or ignore_progress)
         return ResolvedModel(path, EMBEDDED_MODEL, "embedded")
     local = _local_path(name)
     if local is not None:
@@ -141,11 +143,17 @@ def pull(
             hint=f"use {EMBEDDED_MODEL} or owner/model",
         )
     if _is_offline():
+        cached = _cached_snapshot(name, revision)
+        if cached is not None:
+            return ResolvedModel(cached, name, "hub")
         raise ModelStoreError(
-            f"{name} can't be fetched: HF_HUB_OFFLINE is set", hint="unset HF_HUB_OFFLINE"
+            f"{_at(name, revision)} can't be fetched: HF_HUB_OFFLINE is set",
+            hint="unset HF_HUB_OFFLINE",
         )
-    report(f"fetching {name} from the Hugging Face hub", None)
-    return ResolvedModel(_fetch_snapshot(name, revision), name, "hub")
+    folder = fetch_snapshot(name, revision, on_progress)
+    if not _is_whole(folder):
+        raise ModelStoreError(f"{name} came incomplete", hint="run it again")
+    return ResolvedModel(folder, name, "hub")
 
 
 def hub_cache_folder() -> Path:
@@ -240,6 +248,10 @@ def _is_offline() -> bool:
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
 
 
+def _at(name: str, revision: str | None) -> str:
+    return name if revision is None else f"{name} at revision {revision!r}"
+
+
 def _is_whole(folder: Path) -> bool:
     if not (folder / "config.json").is_file():
         return False
@@ -254,50 +266,17 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _cached_snapshot(name: str, revision: str | None) -> Path | None:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
     try:
-        path = Path(snapshot_download(name, revision=revision, local_files_only=True))
-    except (LocalEntryNotFoundError, HFValidationError):
-        return None
-    return path if _is_whole(path) else None
-
-
-def _fetch_snapshot(name: str, revision: str | None) -> Path:
-    from huggingface_hub import errors, snapshot_download
-    from huggingface_hub.utils import disable_progress_bars
-
-    if not sys.stderr.isatty():
-        disable_progress_bars()
-    try:
-        path = snapshot_download(name, revision=revision, allow_patterns=list(MODEL_FILES))
-    except errors.GatedRepoError as error:
-        raise ModelStoreError(
-            f"{name} asks for permission", hint="accept its terms on the hub, then set HF_TOKEN"
-        ) from error
-    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
-        raise ModelNotFoundError(
-            f"{name} is neither a folder here nor a model on the Hugging Face hub",
-            hint="check the name; a private model needs HF_TOKEN",
-        ) from error
-    except errors.RevisionNotFoundError as error:
-        raise ModelNotFoundError(f"{name} has no revision {revision!r}") from error
-    except errors.LocalEntryNotFoundError as error:
-        raise ModelStoreError(
-            f"{name} can't be fetched: the Hugging Face hub can't be reached",
-            hint="is the network there? Then run it again; what has arrived is kept",
-        ) from error
-    except Exception as error:  # The library's HTTP client has exceptions of its own.
-        reason = first_line(error)
-        raise ModelStoreError(
-            f"{name} can't be fetched: {reason}", hint="run it again; what has arrived is kept"
-        ) from error
-    if not _is_whole(Path(path)):
-        raise ModelNotFoundError(
-            f"{name} has no config.json with safetensors weights", hint="look for an MLX version"
+        config = try_to_load_from_cache(
+            name, "config.json", cache_dir=hub_cache_folder(), revision=revision
         )
-    return Path(path)
+    except HFValidationError:
+        return None
+    folder = Path(config).parent if isinstance(config, str) else None
+    return folder if folder is not None and _is_whole(folder) else None
 
 
 def _hub_cache() -> HFCacheInfo | None:
@@ -305,6 +284,6 @@ def _hub_cache() -> HFCacheInfo | None:
     from huggingface_hub.errors import CacheNotFound
 
     try:
-        return scan_cache_dir()
+        return scan_cache_dir(hub_cache_folder())
     except (CacheNotFound, ValueError):
         return None

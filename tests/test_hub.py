@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 
 from pagedmlx import embedded, hub
 from pagedmlx.errors import ModelNotFoundError, ModelStoreError
@@ -157,15 +158,7 @@ def snapshot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     refs.mkdir()
     (refs / "main").write_text("abc")
 
-    import huggingface_hub
-
-    scan, download = huggingface_hub.scan_cache_dir, huggingface_hub.snapshot_download
-    monkeypatch.setattr(huggingface_hub, "scan_cache_dir", lambda: scan(root))
-    monkeypatch.setattr(
-        huggingface_hub,
-        "snapshot_download",
-        lambda name, **settings: download(name, cache_dir=root, **settings),
-    )
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(root))
     return folder
 
 
@@ -202,63 +195,6 @@ def test_cached_models_are_listed_and_removed(snapshot: Path) -> None:
 def test_what_is_no_model_of_ours_is_not_listed(snapshot: Path) -> None:
     (snapshot / "config.json").unlink()
     assert hub.list_models() == []
-
-
-@pytest.mark.parametrize(
-    ("make", "kind", "message"),
-    [
-        (lambda errors: errors.LocalEntryNotFoundError("x"), ModelStoreError, "can't be reached"),
-        (lambda errors: ConnectionError("refused\nby"), ModelStoreError, "refused"),
-        (lambda errors: OSError(28, "No space left"), ModelStoreError, "No space left"),
-        (lambda errors: errors.HFValidationError("x"), ModelNotFoundError, "neither a folder"),
-    ],
-)
-def test_a_download_that_fails_is_one_line_and_a_hint(
-    monkeypatch: pytest.MonkeyPatch, make: Any, kind: type[Exception], message: str
-) -> None:
-    import huggingface_hub
-
-    def fail(name: str, *, local_files_only: bool = False, **settings: object) -> str:
-        if local_files_only:
-            raise huggingface_hub.errors.LocalEntryNotFoundError("not here")
-        raise make(huggingface_hub.errors)
-
-    monkeypatch.delenv("HF_HUB_OFFLINE")
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    with pytest.raises(kind, match=message) as caught:
-        hub.resolve("owner/model")
-    assert getattr(caught.value, "hint")  # noqa: B009
-    assert "\n" not in str(caught.value)
-
-
-def test_a_download_fetches_only_what_a_model_needs(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    import fnmatch
-
-    import huggingface_hub
-
-    asked: list[str] = []
-
-    def download(name: str, **settings: Any) -> str:
-        if settings.get("local_files_only"):
-            raise huggingface_hub.errors.LocalEntryNotFoundError("not here")
-        asked.extend(settings["allow_patterns"])
-        (tmp_path / "config.json").touch()
-        (tmp_path / "model.safetensors").touch()
-        return str(tmp_path)
-
-    monkeypatch.delenv("HF_HUB_OFFLINE")
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert hub.resolve("owner/model").path == tmp_path
-
-    def wanted(name: str) -> bool:
-        return any(fnmatch.fnmatch(name, pattern) for pattern in asked)
-
-    for name in ("config.json", "model-00001-of-2.safetensors", "tokenizer.model", "x.jinja"):
-        assert wanted(name)
-    for name in ("pytorch_model.bin", "consolidated.safetensors", "a.onnx", "cat.png", "x.gguf"):
-        assert not wanted(name)
 
 
 # Fetching and removing the embedded model.

@@ -55,10 +55,8 @@ def open_llm(wishes: Wishes) -> Iterator[LLM]:
     from pagedmlx import hub
 
     # Before MLX is imported, so that a wrong name is told at once.
-    tell = render.once_each()
-    hub.resolve(
-        config.model, config.revision, on_progress=lambda stage, _: None if quiet else tell(stage)
-    )
+    with render.download(shown=not quiet) as show:
+        hub.resolve(config.model, config.revision, config.offline, show)
     from pagedmlx.llm import LLM
 
     with render.meter(shown=not quiet) as meter:

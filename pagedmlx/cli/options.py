@@ -138,6 +138,7 @@ MODEL_FLAG = Flag(
 
 ENGINE_FLAGS = (
     Flag("revision", "Branch, tag or commit of a Hugging Face model.", str | None),
+    Flag("offline", "Never use the network, as with HF_HUB_OFFLINE=1.", bool),
     Flag("trust_remote_code", "Run Python code that comes with the model.", bool),
     Flag("dtype", "Type of the weights: auto, float16, bfloat16 or float32.", str),
     Flag("block_size", "Tokens in one block: 8, 16, 32 or 64.", int),

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
+from pagedmlx.progress import ProgressCallback
+
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
@@ -74,15 +76,6 @@ def pairs(values: Mapping[str, str]) -> None:
         text(f"{name.ljust(width)}  {value}")
 
 
-def size(num_bytes: float) -> str:
-    """A number of bytes for people."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(num_bytes) < 1024:
-            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.1f} TiB"
-
-
 class Meter:
     """A line on stderr that shows how far something is; silent when stderr is no terminal."""
 
@@ -122,6 +115,30 @@ def meter(*, shown: bool = True) -> Iterator[Meter]:
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         yield Meter(progress, progress.add_task("", total=None))
+
+
+@contextmanager
+def download(*, shown: bool = True) -> Iterator[ProgressCallback]:
+    """Tell each stage of a download once, and its progress; say what an interrupt has left."""
+    tell = once_each()
+    began = False
+
+    with meter(shown=shown) as line:
+
+        def show(stage: str, share: float | None) -> None:
+            nonlocal began
+            began = True
+            if shown:
+                tell(stage)
+                line.stage("", share)
+
+        try:
+            yield show
+        except BaseException as problem:
+            line.stop()
+            if shown and began and not isinstance(problem, Exception):
+                notice("stopped; run it again, what has arrived is kept")
+            raise
 
 
 def prepare_streams() -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pagedmlx.cli import render
 from pagedmlx.cli.results import write_whole
+from pagedmlx.errors import readable_bytes
 
 if TYPE_CHECKING:
     from pagedmlx.llm import LLM
@@ -73,7 +74,7 @@ def summary_line(summary: Summary, *, first_token_s: float | None = None) -> str
     parts.append(
         f"at most {engine['peak_used_blocks']} of {engine['num_blocks']} blocks used, "
         f"waste at most {waste} of {engine['block_size']} slots a sequence "
-        f"({render.size(waste_bytes)})"
+        f"({readable_bytes(waste_bytes)})"
     )
     if engine["num_waits"]:
         fill = engine["mean_fill_while_waiting"]

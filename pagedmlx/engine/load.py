@@ -46,7 +46,7 @@ def _load(config: EngineConfig, report: ProgressCallback, blas: str) -> Engine:
     from pagedmlx.hub import resolve
     from pagedmlx.models.loader import load_model
 
-    resolved = resolve(config.model, config.revision)
+    resolved = resolve(config.model, config.revision, config.offline, report)
     loaded = load_model(
         resolved.path,
         dtype=config.dtype,

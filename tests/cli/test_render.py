@@ -55,13 +55,6 @@ def test_the_meter_is_silent_without_a_terminal(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize(
-    ("num_bytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**41, "2.0 TiB")]
-)
-def test_sizes_are_for_people(num_bytes: int, text: str) -> None:
-    assert render.size(num_bytes) == text
-
-
 def test_a_table_is_aligned(capsys: pytest.CaptureFixture[str]) -> None:
     render.table([("NAME", "SIZE"), ("a", "1")])
     assert capsys.readouterr().out == "NAME  SIZE\na     1\n"

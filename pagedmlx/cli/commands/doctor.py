@@ -10,6 +10,7 @@ import typer
 from pagedmlx import __version__
 from pagedmlx.cli import render
 from pagedmlx.cli.settings import config_file
+from pagedmlx.errors import readable_bytes
 
 if TYPE_CHECKING:
     from pagedmlx.engine.kernel_check import KernelReport
@@ -55,7 +56,7 @@ def doctor(
             "pagedmlx": f"{__version__}, Python {platform.python_version()}, {platform.platform()}",
             "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
             "device": found.device or f"none: {found.problem}",
-            "memory": render.size(found.memory_bytes),
+            "memory": readable_bytes(found.memory_bytes),
             "for the device": _size(found.device_memory_bytes),
             "largest array": _size(found.max_buffer_bytes),
             "BLAS": found.blas.removeprefix("BLAS: "),
@@ -101,4 +102,4 @@ def _version(name: str) -> str:
 
 
 def _size(num_bytes: int | None) -> str:
-    return "no limit known" if num_bytes is None else render.size(num_bytes)
+    return "no limit known" if num_bytes is None else readable_bytes(num_bytes)

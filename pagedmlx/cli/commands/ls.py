@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from pagedmlx.cli import render
+from pagedmlx.errors import readable_bytes
 
 
 def ls(as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False) -> None:
@@ -28,7 +29,7 @@ def ls(as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = Fa
             ]
         )
     elif models:
-        rows = [(m.name, m.kind, render.size(m.size_bytes), str(m.path)) for m in models]
+        rows = [(m.name, m.kind, readable_bytes(m.size_bytes), str(m.path)) for m in models]
         render.table([("NAME", "KIND", "SIZE", "PATH"), *rows])
     else:
         render.notice(f"no models yet; pagedmlx pull {hub.EMBEDDED_MODEL} brings a small one")

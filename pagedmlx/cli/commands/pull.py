@@ -19,13 +19,7 @@ def pull(
     """Fetch a model, unless it is here already."""
     from pagedmlx import hub
 
-    with render.meter(shown=model == hub.EMBEDDED_MODEL) as meter:
-        tell = render.once_each()
-
-        def show(stage: str, fraction: float | None) -> None:
-            tell(stage)
-            meter.stage("", fraction)
-
+    with render.download() as show:
         found = hub.pull(model, show, revision=revision)
     if as_json:
         render.json_line({"name": found.name, "kind": found.kind, "path": str(found.path)})

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from pagedmlx.cli import render
+from pagedmlx.errors import readable_bytes
 
 
 def rm(
@@ -24,4 +25,4 @@ def rm(
     if as_json:
         render.json_line({"name": model, "freed_bytes": freed})
     else:
-        render.text(f"{model} is gone; {render.size(freed)} freed")
+        render.text(f"{model} is gone; {readable_bytes(freed)} freed")
