@@ -67,6 +67,12 @@ def cache(server: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
     return tmp_path / "hub"
 
 
+@pytest.fixture
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library tries again after a second, five times."""
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+
+
 def names(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
@@ -110,6 +116,7 @@ def test_progress_tells_the_size_and_the_part_that_is_done(server: FakeHub, cach
     assert all(0.0 <= part < 1.0 for part in parts)
 
 
+@pytest.mark.usefixtures("no_pauses")
 @pytest.mark.parametrize(
     ("spoil", "kind", "words", "hint"),
     [
@@ -168,6 +175,7 @@ def test_a_hub_out_of_reach_is_told(
     assert caught.value.hint
 
 
+@pytest.mark.usefixtures("no_pauses")
 def test_a_download_that_broke_goes_on_with_the_files_that_are_missing(
     server: FakeHub, cache: Path
 ) -> None:
