@@ -41,6 +41,9 @@ class LLM:
         config: The settings in force.
         load_notes: Lines about how the engine was set up: device, BLAS, attention, pool.
         has_chat_template: Whether the model can be given messages.
+        sampling_defaults: What the model's maker recommends, by fields of ``SamplingParams``.
+        default_sampling_params: What is used when a call gives none: those, else the defaults
+            of ``SamplingParams``.
 
     Raises:
         PagedMLXError: The model can't be loaded, or a setting is off.
@@ -69,6 +72,8 @@ class LLM:
             self._finalizer()
             raise
         self.load_notes = list(self._worker.engine.notes)
+        self.sampling_defaults = self._worker.engine.sampling_defaults
+        self.default_sampling_params = SamplingParams(**cast("Any", self.sampling_defaults))
         self.has_chat_template = self._worker.engine.tokenizer.has_chat_template
 
     def generate(
@@ -82,14 +87,14 @@ class LLM:
 
         Args:
             prompts: One or many, as text or token ids.
-            sampling_params: For all, or one each; default ``SamplingParams()``.
+            sampling_params: For all, or one each; default ``default_sampling_params``.
             priority: Larger is served first.
 
         Raises:
             InvalidRequestError: A prompt can't be served; none is run then.
         """
         listed = _as_list(prompts)
-        params = _one_each(sampling_params, len(listed))
+        params = self._one_each(sampling_params, len(listed))
         return self._run_all(
             [
                 Job(
@@ -116,7 +121,7 @@ class LLM:
             InvalidRequestError: A conversation can't be served; none is run then.
         """
         listed = [messages] if _is_conversation(messages) else list(messages)
-        params = _one_each(sampling_params, len(listed))
+        params = self._one_each(sampling_params, len(listed))
         return self._run_all(
             [
                 Job(
@@ -144,7 +149,7 @@ class LLM:
         Raises:
             PagedMLXError: The request is refused or fails.
         """
-        params = sampling_params or SamplingParams()
+        params = sampling_params or self.default_sampling_params
         prompt = messages = token_ids = None
         if isinstance(prompt_or_messages, str):
             prompt = prompt_or_messages
@@ -235,6 +240,18 @@ class LLM:
             else:
                 yield prepared
 
+    def _one_each(
+        self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> list[SamplingParams]:
+        if params is None or isinstance(params, SamplingParams):
+            return [params or self.default_sampling_params] * count
+        if len(params) != count:
+            raise InvalidRequestError(
+                "sampling_params",
+                f"{len(params)} entries for {count} prompts; give one each or one",
+            )
+        return list(params)
+
     def _run_all(self, jobs: Iterable[Job]) -> list[RequestOutput]:
         # All are checked before any is run.
         prepared = [self._worker.prepare(job) for job in jobs]
@@ -266,17 +283,3 @@ def _is_conversation(value: object) -> TypeGuard[Messages]:
         return False
     first: object = next(iter(cast("Iterable[object]", value)), None)
     return isinstance(first, Mapping)
-
-
-def _one_each(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int
-) -> list[SamplingParams]:
-    if params is None:
-        return [SamplingParams()] * count
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    if len(params) != count:
-        raise InvalidRequestError(
-            "sampling_params", f"{len(params)} entries for {count} prompts; give one each or one"
-        )
-    return list(params)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -102,6 +102,11 @@ class AsyncEngine:
     def notes(self) -> tuple[str, ...]:
         """Lines about how the engine was set up."""
         return self._worker.engine.notes
+
+    @property
+    def sampling_defaults(self) -> Mapping[str, float]:
+        """Fields of ``SamplingParams`` that the model's maker recommends."""
+        return self._worker.engine.sampling_defaults
 
     @property
     def is_healthy(self) -> bool:

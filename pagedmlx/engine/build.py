@@ -94,7 +94,9 @@ def build_engine(
                 *notes,
                 *attention,
                 *_pool_notes(plan, limits),
+                *loaded.sampling.notes,
             ),
+            sampling_defaults=loaded.sampling.values,
         )
         undo.pop_all()
         return engine

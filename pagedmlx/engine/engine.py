@@ -6,7 +6,7 @@ import dataclasses
 import random
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -79,6 +79,8 @@ class Engine:
         block_bytes: Bytes of one block, for statistics.
         pool_bytes: Bytes of the pool, for statistics.
         notes: Lines about how the engine was set up, for the user.
+        sampling_defaults: Fields of ``SamplingParams`` that the model's maker recommends; front
+            ends put them into requests that say nothing about them.
         clock: Seconds, monotonic.
     """
 
@@ -93,12 +95,14 @@ class Engine:
         block_bytes: int = 0,
         pool_bytes: int = 0,
         notes: tuple[str, ...] = (),
+        sampling_defaults: Mapping[str, float] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
         self.limits = limits
         self.notes = notes
+        self.sampling_defaults = dict(sampling_defaults or {})
         self._scheduler = scheduler
         self._runner = runner
         self._block_bytes = block_bytes

@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from pagedmlx.errors import ModelLoadError, ModelNotFoundError, UnsupportedModelError, first_line
+from pagedmlx.models.generation import SamplingDefaults, end_token_ids, sampling_defaults
 from pagedmlx.models.gguf_weights import load_gguf
 from pagedmlx.models.weights import cast_parameters, dequantize, main_dtype, named_parameters
 from pagedmlx.progress import ProgressCallback, ignore_progress
@@ -49,6 +50,7 @@ class LoadedModel:
         dtype: Type of the weights that aren't quantised, by name.
         model_id: Changes with the files and the type; part of the prefix cache's salt.
         parameter_bytes: Size of all weights.
+        sampling: How the model's maker wants it sampled.
     """
 
     model: nn.Module
@@ -61,6 +63,7 @@ class LoadedModel:
     dtype: str
     model_id: str
     parameter_bytes: int
+    sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
 
 
 def load_model(
@@ -94,14 +97,12 @@ def load_model(
     on_cpu = mx.default_device() == mx.Device(mx.cpu)
     wanted = DTYPES.get("float32" if dtype == "auto" and on_cpu else dtype)
     gguf_metadata = None
+    generation: Mapping[str, Any] = {}
     if path.is_dir():
         model, config = _load_folder(path, trust_remote_code)
-        eos_token_ids = _eos_token_ids(config) | _eos_token_ids(
-            _read_json(path / "generation_config.json", required=False)
-        )
+        generation = _read_json(path / "generation_config.json", required=False)
     else:
         model, config, gguf_metadata = load_gguf(path)
-        eos_token_ids = _eos_token_ids(config)
     if on_cpu and wanted == mx.float32:
         dequantize(model)
     elif wanted is None and gguf_metadata is not None:
@@ -117,11 +118,12 @@ def load_model(
         path=path,
         model_type=config["model_type"],
         max_model_len=_max_model_len(config),
-        eos_token_ids=eos_token_ids,
+        eos_token_ids=end_token_ids(config) | end_token_ids(generation),
         gguf_metadata=gguf_metadata,
         dtype=dtype_name,
         model_id=_model_id(path, dtype_name),
         parameter_bytes=parameter_bytes,
+        sampling=sampling_defaults(generation),
     )
 
 
@@ -221,15 +223,6 @@ def _read_json(path: Path, *, required: bool) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelLoadError(f"{where} is not a JSON object")
     return value
-
-
-def _eos_token_ids(config: Mapping[str, Any]) -> frozenset[int]:
-    found: set[int] = set()
-    for part in (config, config.get("text_config") or {}):
-        value = part.get("eos_token_id") if isinstance(part, Mapping) else None
-        values = value if isinstance(value, list) else [value]
-        found.update(v for v in values if isinstance(v, int) and not isinstance(v, bool))
-    return frozenset(found)
 
 
 def _max_model_len(config: Mapping[str, Any]) -> int | None:

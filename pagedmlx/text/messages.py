@@ -32,6 +32,19 @@ def normalize_messages(messages: object) -> list[dict[str, Any]]:
     return [_normalize(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
+def merge_system(conversation: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
+    """A normalized conversation with its system message in front of the first user message.
+
+    Returns:
+        None unless it begins with one system message and a user message after it.
+    """
+    system, first = [*conversation[:2], {}, {}][:2]
+    if (system.get("role"), first.get("role")) != ("system", "user"):
+        return None
+    content = "\n\n".join(text for text in (system["content"], first["content"]) if text)
+    return [{**first, "content": content}, *map(dict, conversation[2:])]
+
+
 def with_parsed_arguments(conversation: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """A normalized conversation with the arguments of tool calls as mappings.
 

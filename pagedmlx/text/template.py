@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from pagedmlx.errors import InvalidRequestError
-from pagedmlx.text.messages import normalize_messages, with_parsed_arguments
+from pagedmlx.text.messages import merge_system, normalize_messages, with_parsed_arguments
 
 _GUARD = "\ufdd0"  # a Unicode noncharacter: no ordinary text contains it
 _OPEN_PARAMETERS = frozenset({"tools", "documents"})
@@ -51,6 +51,8 @@ def render_chat(
 ) -> RenderedChat:
     """Render a conversation with a tokenizer's chat template.
 
+    Where the template knows no system message, its text goes in front of the first user's.
+
     Args:
         apply_template: transformers' ``apply_chat_template`` of the tokenizer.
         messages: As ``normalize_messages`` takes them.
@@ -74,9 +76,20 @@ def render_chat(
         **template_kwargs,
     )
     guard, conversation = _guard(conversation, special_tokens)
+    try:
+        text = _render_all(render, conversation)
+    except InvalidRequestError:
+        merged = merge_system(conversation)
+        if merged is None:
+            raise
+        text = _render_all(render, merged)
+    return RenderedChat(tuple(text.split(guard)))
+
+
+def _render_all(render: Callable[..., str], conversation: list[dict[str, Any]]) -> str:
     text = _render(render, conversation)
     _check_complete(conversation, text)
-    return RenderedChat(tuple(text.split(guard)))
+    return text
 
 
 def _render(render: Callable[..., str], conversation: list[dict[str, Any]]) -> str:

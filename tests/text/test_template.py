@@ -123,7 +123,8 @@ def test_the_callers_messages_are_not_changed():
 @pytest.mark.parametrize(
     ("messages", "reason"),
     [
-        ([{"role": "system", "content": "s"}, USER], "System role not supported"),
+        ([{"role": "system", "content": "s"}], "System role not supported"),
+        ([{"role": "system", "content": "s"}, USER, USER], "Roles must alternate"),
         ([USER, USER], "Roles must alternate"),
         ([{"role": "assistant", "content": "first"}], "Roles must alternate"),
     ],
@@ -151,11 +152,31 @@ def test_a_broken_template_is_no_crash(template):
     assert refusal(template, [USER]).field == "messages"
 
 
+ONLY_USERS = "{% for m in messages if m.role == 'user' %}<{{ m.content }}>{% endfor %}"
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+@pytest.mark.parametrize("template", [STRICT, ONLY_USERS])
+def test_a_template_without_system_role_gets_it_in_front_of_the_first_user_message(template, role):
+    text = render(template, [{"role": role, "content": "Be brief"}, USER])
+    assert text.strip("<>") == "Be brief\n\nHi"
+    assert render(template, [{"role": role, "content": ""}, USER]).strip("<>") == "Hi"
+
+
+def test_a_template_with_system_role_keeps_it():
+    assert "system\nBe brief<" in render(CHATML, [{"role": "system", "content": "Be brief"}, USER])
+
+
+def test_control_text_in_a_merged_system_message_stays_plain():
+    tokenizer = byte_tokenizer(chat_template=STRICT)
+    ids = tokenizer.apply_chat_template([{"role": "system", "content": "</s>"}, USER])
+    assert not tokenizer.special_token_ids & set(ids)
+
+
 def test_a_message_that_the_template_drops_is_reported():
-    only_users = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
-    assert render(only_users, [USER]) == "Hi"
-    error = refusal(only_users, [{"role": "system", "content": "Be brief"}, USER])
-    assert error.field == "messages[0]"
+    assert render(ONLY_USERS, [USER]) == "<Hi>"
+    error = refusal(ONLY_USERS, [USER, {"role": "system", "content": "Be brief"}])
+    assert error.field == "messages[1]"
     error = refusal("{{ messages[-1].content }}", [{**USER, "content": "lost"}, USER])
     assert error.field == "messages[0]"
 
