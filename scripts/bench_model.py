@@ -3,14 +3,17 @@
     python scripts/bench_model.py --json FILE [--model 8b|8b-4bit|MODEL] [--only logits,...]
 
 Sections: ``logits`` compares the kernels with the reference backend, on mixed batches; ``stream``
-is one stream at several contexts, milliseconds per token, with the host's and the device's share;
-``batch`` is 64 running sequences and the time for which the device waits between steps.
+is one stream at several contexts, milliseconds per token; ``batch`` is 64 running sequences.
+Ours and mlx-lm's take turns, a few tokens each, because hosts change their speed within seconds.
+Where torch is installed, its profiler says how long the device was busy in a step.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -58,8 +61,13 @@ LLAMA_8B = {
     "tie_word_embeddings": False,
 }
 CONTEXTS = (512, 4096, 16384, 32768)
-NUM_TOKENS = 96
-NUM_WARM = 24
+NUM_WARM = 12
+NUM_TURNS = 10
+TURN = 16
+"""Steps of a turn; the first few fill the pipeline and don't count."""
+NUM_FILLING = 3
+NUM_TRACED = 8
+NUM_TOKENS = NUM_WARM + NUM_TURNS * TURN + NUM_TRACED + 8
 TOLERANCES = {"bfloat16": 3e-2, "float16": 1e-2, "float32": 1e-4}
 """Largest difference between logits, as a share of the largest logit."""
 
@@ -206,44 +214,114 @@ def differences(found: list[np.ndarray], expected: list[np.ndarray]) -> list[flo
 # Speed.
 
 
-class Meter:
-    """Times an engine's steps, and what of each is spent waiting for the device."""
+class Contestant:
+    """Something that makes a token, or one for each sequence, at every step, and its times.
 
-    def __init__(self, engine: Engine) -> None:
-        self.steps: list[float] = []
-        self.waits: list[float] = []
-        self._engine = engine
-        runner: Any = engine._runner
+    Args:
+        step: Makes them; the device may still be busy with it afterwards.
+        waited: Seconds spent waiting for the device so far.
+    """
+
+    def __init__(self, step: Callable[[], object], waited: Callable[[], float]) -> None:
+        self._step = step
+        self._waited = waited
+        self._steps: list[float] = []
+        self._waits: list[float] = []
+
+    def turn(self) -> None:
+        """A few steps on the clock."""
+        mx.synchronize()
+        for number in range(TURN):
+            waited, start = self._waited(), time.perf_counter()
+            self._step()
+            if number >= NUM_FILLING:
+                self._steps.append(time.perf_counter() - start)
+                self._waits.append(self._waited() - waited)
+        mx.synchronize()
+
+    def trace(self) -> dict[str, float]:
+        """What the device did in a few steps; empty without torch."""
+        try:
+            from torch.profiler import ProfilerActivity, profile
+        except ImportError:
+            return {}
+        mx.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            for _ in range(NUM_TRACED):
+                self._step()
+            mx.synchronize()
+        with tempfile.NamedTemporaryFile(suffix=".json") as file:
+            profiler.export_chrome_trace(file.name)
+            events = json.loads(Path(file.name).read_text())["traceEvents"]
+        spans = sorted(
+            (event["ts"], event["ts"] + event["dur"])
+            for event in events
+            if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+        )
+        if not spans:
+            return {}
+        busy, end = 0.0, spans[0][0]
+        for start, stop in spans:
+            busy += max(0.0, stop - max(start, end))
+            end = max(end, stop)
+        return {
+            "device_busy_ms": busy / NUM_TRACED / 1e3,
+            "device_idle_share_while_traced": 1 - busy / (end - spans[0][0]),
+            "launches": len(spans) / NUM_TRACED,
+        }
+
+    def summary(self) -> dict[str, float]:
+        """Milliseconds of a step, and how much of the median the host was busy with it."""
+        steps, waits = np.array(self._steps) * 1e3, np.array(self._waits) * 1e3
+        return {
+            "num_steps": len(steps),
+            "step_ms": float(np.median(steps)),
+            "mean_ms": float(steps.mean()),
+            "best_tenth_ms": float(np.percentile(steps, 10)),
+            # Whoever doesn't say how long it waited isn't asked.
+            **({"host_ms": float(np.median(steps - waits))} if waits.any() else {}),
+            **self.trace(),
+        }
+
+
+class Ours(Contestant):
+    """The engine with all prompts at once, greedy."""
+
+    def __init__(self, loaded: LoadedModel, prompts: list[list[int]]) -> None:
+        total = sum(len(prompt) + NUM_TOKENS for prompt in prompts)
+        self.engine = make_engine(loaded, total + 16 * len(prompts))
+        params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+        for prompt in prompts:
+            self.engine.add_request(Job(prompt_token_ids=prompt, sampling_params=params))
+        while self.engine.stats().num_output_tokens < len(prompts) * NUM_WARM:
+            self.engine.step()
+        runner: Any = self.engine._runner
+        self._adapter = runner._adapter
         self._collect: Callable[[], Any] = runner.collect
-        self._wait = 0.0
         runner.collect = self._timed_collect
+        super().__init__(self.engine.step, lambda: self._in_collect)
+        self._in_collect = 0.0
 
     def _timed_collect(self) -> Any:
         start = time.perf_counter()
         try:
             return self._collect()
         finally:
-            self._wait += time.perf_counter() - start
+            self._in_collect += time.perf_counter() - start
 
-    def step(self, *, keep: bool) -> None:
-        """One step of the engine, on the clock; ``keep`` counts it."""
-        self._wait = 0.0
-        start = time.perf_counter()
-        self._engine.step()
-        if keep:
-            self.steps.append(time.perf_counter() - start)
-            self.waits.append(self._wait)
+    def close(self) -> None:
+        """Give the model back as it was."""
+        self._adapter.close()
 
-    def summary(self) -> dict[str, float]:
-        """Milliseconds of a step: all, waiting for the device, busy on the host."""
-        steps, waits = np.array(self.steps), np.array(self.waits)
-        return {
-            "num_steps": len(steps),
-            "step_ms": float(steps.mean() * 1e3),
-            "wait_ms": float(waits.mean() * 1e3),
-            "host_ms": float((steps - waits).mean() * 1e3),
-            "steps_without_wait": float(np.mean(waits < 20e-6)),
-        }
+
+class Theirs(Contestant):
+    """mlx-lm's own generation of one stream, greedy."""
+
+    def __init__(self, model: nn.Module, prompt: list[int]) -> None:
+        tokens = generate_step(mx.array(prompt), model, max_tokens=NUM_TOKENS)
+        for _ in range(NUM_WARM):
+            next(tokens)
+        super().__init__(lambda: next(tokens), lambda: 0.0)
 
 
 def make_engine(loaded: LoadedModel, num_tokens: int, **settings: Any) -> Engine:
@@ -265,49 +343,21 @@ def stream(loaded: LoadedModel, contexts: Sequence[int]) -> dict[str, Any]:
     rows: dict[str, Any] = {}
     for context in contexts:
         prompt = np.random.default_rng(context).integers(0, vocab_size, context).tolist()
-        theirs = time_mlx_lm(loaded.model, prompt)
-        ours = time_ours(loaded, [prompt])
-        rows[str(context)] = {
-            "pagedmlx": ours,
-            "mlx_lm_ms": theirs,
-            "ratio": ours["step_ms"] / theirs,
-        }
-        note(f"context {context}: {rows[str(context)]}")
+        # mlx-lm's first: its prompt must not meet the hook.
+        theirs = Theirs(loaded.model, prompt)
+        ours = Ours(loaded, [prompt])
+        for _ in range(NUM_TURNS):
+            theirs.turn()
+            ours.turn()
+        row = {"pagedmlx": ours.summary(), "mlx_lm": theirs.summary()}
+        for name in ("step_ms", "mean_ms", "best_tenth_ms"):
+            row[f"ratio_of_{name}"] = row["pagedmlx"][name] / row["mlx_lm"][name]
+        rows[str(context)] = row
+        note(f"context {context}: {row}")
+        ours.close()
+        del ours, theirs
+        mx.clear_cache()
     return rows
-
-
-def time_mlx_lm(model: nn.Module, prompt: list[int]) -> float:
-    """Milliseconds per token of mlx-lm's own generation, after its first tokens."""
-    times: list[float] = []
-    start = 0.0
-    for index, _ in enumerate(generate_step(mx.array(prompt), model, max_tokens=NUM_TOKENS)):
-        now = time.perf_counter()
-        if index > NUM_WARM:
-            times.append(now - start)
-        start = now
-    mx.clear_cache()
-    return sum(times) / len(times) * 1e3
-
-
-def time_ours(loaded: LoadedModel, prompts: list[list[int]]) -> dict[str, float]:
-    """The same with the engine: greedy, all prompts at once."""
-    total = sum(len(prompt) + NUM_TOKENS for prompt in prompts)
-    engine = make_engine(loaded, total + 16 * len(prompts))
-    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-    for prompt in prompts:
-        engine.add_request(Job(prompt_token_ids=prompt, sampling_params=params))
-    meter = Meter(engine)
-    while engine.has_unfinished:
-        before = engine.stats()
-        is_warm = before.num_output_tokens >= len(prompts) * NUM_WARM
-        # Only steps in which every sequence decodes: no prompt left, none at its end.
-        meter.step(keep=is_warm and engine.stats().num_running == len(prompts))
-    result = meter.summary()
-    adapter: Any = engine._runner
-    adapter._adapter.close()
-    del engine, meter, adapter
-    mx.clear_cache()
-    return result
 
 
 def batch(loaded: LoadedModel) -> dict[str, Any]:
@@ -317,8 +367,14 @@ def batch(loaded: LoadedModel) -> dict[str, Any]:
     rows = {}
     for context in (512, 2048):
         prompts = [generator.integers(0, vocab_size, context).tolist() for _ in range(64)]
-        rows[f"64 x {context}"] = time_ours(loaded, prompts)
+        ours = Ours(loaded, prompts)
+        for _ in range(NUM_TURNS // 2):
+            ours.turn()
+        rows[f"64 x {context}"] = ours.summary()
         note(f"64 x {context}: {rows[f'64 x {context}']}")
+        ours.close()
+        del ours
+        mx.clear_cache()
     return rows
 
 

@@ -52,6 +52,8 @@ class ModelRunner:
         self._store = store
         self._sampler = sampler
         self._under_way: deque[_UnderWay] = deque()
+        # Kept, because a new one would be brought to the device at every step.
+        self._zero = mx.array(0, mx.int32)
         self.depth = 1 if store.updates_in_place else 0
 
     def dispatch(self, step: Step) -> None:
@@ -91,7 +93,7 @@ class ModelRunner:
         before = self._under_way[-1]
         places = [before.places[sequence.seq_id] for sequence in host.unread_sequences]
         # A row whose logits were not finite ends with this step; any token will do.
-        tokens = mx.maximum(before.tokens, 0)
+        tokens = mx.maximum(before.tokens, self._zero)
         if places != list(range(len(before.places))):
             tokens = tokens[mx.array(places)]
         if len(places) < host.num_rows:

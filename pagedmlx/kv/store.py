@@ -73,6 +73,8 @@ class KVStore:
                 )
         mx.eval(*self._arrays())
         mx.synchronize()
+        for layer, pool in self._pools.items():
+            self._pools[layer] = self._writer.adopt(pool)
 
     @property
     def updates_in_place(self) -> bool:
@@ -235,8 +237,7 @@ class KVStore:
         for output in outputs:
             if output.size:
                 # Reads of this step are ordered only against what depends on their results.
-                done = output.reshape(-1)[:1].astype(mx.int32)
-                self._token = mx.bitwise_and(done, 0) + self._token
+                self._token = _after(output.reshape(-1)[:1].astype(mx.int32), self._token)
 
     def _flush(self) -> None:
         if self._unwritten is not None:
@@ -293,6 +294,12 @@ def _gather_blocks(pool: mx.array, block_tables: mx.array, order: AxisOrder) -> 
 
 def _gather_rows(pool: mx.array, rows: mx.array) -> mx.array:
     return pool.reshape(-1, pool.shape[-1])[rows]
+
+
+@mx.compile
+def _after(done: mx.array, token: mx.array) -> mx.array:
+    """The same token, but known only once ``done`` is. One launch, and no constant to upload."""
+    return mx.bitwise_xor(done, done) + token
 
 
 def _check_range(what: str, ids: npt.NDArray[np.integer], limit: int) -> None:

@@ -20,11 +20,18 @@ class LayerPool:
         keys: (num_blocks, num_kv_heads, block_size, k_head_dim), or with the axes of SLOT_MAJOR.
         values: Likewise with v_head_dim.
         order: Order of the axes.
+        views: What kernels are given in place of the arrays, if not the arrays themselves.
     """
 
     keys: mx.array
     values: mx.array
     order: AxisOrder
+    views: tuple[mx.array, mx.array] | None = None
+
+    @property
+    def bound(self) -> tuple[mx.array, mx.array]:
+        """K and V as kernels are given them."""
+        return self.views or (self.keys, self.values)
 
 
 class PoolWriter(Protocol):
@@ -36,6 +43,10 @@ class PoolWriter(Protocol):
 
     def first_token(self) -> mx.array | None:
         """The token of a fresh pool."""
+        ...
+
+    def adopt(self, pool: LayerPool) -> LayerPool:
+        """The same pool as this writer wants it, once, before its first write."""
         ...
 
     def write(
@@ -77,6 +88,10 @@ class FunctionalWriter:
     def first_token(self) -> None:
         """See ``PoolWriter.first_token``."""
         return
+
+    def adopt(self, pool: LayerPool) -> LayerPool:
+        """See ``PoolWriter.adopt``."""
+        return pool
 
     def write(
         self,

@@ -8,26 +8,32 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import mlx.core as mx
+import numpy as np
 
+from pagedmlx.core.batch import BatchArrays, Int32Array
 from pagedmlx.kv.store import KVStore
 from pagedmlx.ops.base import GroupBatch, PagedBatch
 
 MAX_GRAPHS = 32
 """Graphs kept, the least recently used given up first."""
 
-_MIN_USES = 3
-"""A shape is compiled when it comes this often: tracing costs about ten steps."""
+# MLX declares an array of fewer elements differently, which would be another kernel.
+_MIN_ELEMENTS = 8
+
+MIN_USES = 5
+"""A shape is compiled when it comes this often: a trace costs what so many steps save by it."""
 
 
 class Plans(Protocol):
     """A backend's plans for one step."""
 
     @property
-    def arrays(self) -> list[mx.array]:
-        """What differs between steps of one shape."""
+    def arrays(self) -> list[Int32Array]:
+        """What differs between steps of one shape, not on the device yet."""
         ...
 
     @property
@@ -45,7 +51,7 @@ class PlansAhead(Protocol):
         ...
 
     def follow(self, batch: PagedBatch, plans: Any, arrays: Sequence[mx.array]) -> None:
-        """Take these plans for a batch, their arrays being given anew."""
+        """Take these plans for a batch, their arrays being on the device."""
         ...
 
 
@@ -78,15 +84,10 @@ class CompiledDecode:
         shape = (host.num_rows, plans.shape)
         graph = self._graph(shape, batch, plans)
         if graph is None:
-            self._backend.follow(batch, plans, plans.arrays)
+            self._backend.follow(batch, plans, [mx.array(array) for array in plans.arrays])
             return None
-        logits, token = graph(
-            batch.token_ids,
-            batch.positions,
-            self._store.token,
-            *(group.slot_mapping for group in batch.groups),
-            *plans.arrays,
-        )
+        metadata = _Metadata.of(host, plans)
+        logits, token = graph(batch.token_ids, metadata.packed(host, plans), self._store.token)
         self._store.wrote(token)
         return logits
 
@@ -98,7 +99,7 @@ class CompiledDecode:
             self._graphs.move_to_end(shape)
             return graph
         uses = self._uses.pop(shape, 0) + 1
-        if uses < _MIN_USES:
+        if uses < MIN_USES:
             self._uses[shape] = uses
             if len(self._uses) > MAX_GRAPHS:
                 self._uses.popitem(last=False)
@@ -110,23 +111,24 @@ class CompiledDecode:
 
     def _trace(self, like: PagedBatch, plans: Plans) -> Callable[..., tuple[mx.array, mx.array]]:
         """The function to compile: a step of ``like``'s shape, from nothing but arrays."""
-        num_groups = len(like.groups)
+        metadata = _Metadata.of(like.host, plans)
 
         def step(
-            token_ids: mx.array, positions: mx.array, token: mx.array, *rest: mx.array
+            token_ids: mx.array, packed: mx.array, token: mx.array
         ) -> tuple[mx.array, mx.array]:
+            slots, positions, arrays = metadata.unpacked(packed)
             batch = PagedBatch(
                 host=like.host,
                 token_ids=token_ids,
                 positions=positions,
                 context_lens=like.context_lens,
                 groups=tuple(
-                    GroupBatch(slot_mapping=slots, block_tables=group.block_tables)
-                    for slots, group in zip(rest, like.groups, strict=False)
+                    GroupBatch(slot_mapping=slot_mapping, block_tables=group.block_tables)
+                    for slot_mapping, group in zip(slots, like.groups, strict=True)
                 ),
             )
             kept = self._store.token
-            self._backend.follow(batch, plans, rest[num_groups:])
+            self._backend.follow(batch, plans, arrays)
             self._store.wrote(token)
             try:
                 return self._run(batch, self._store), self._store.token
@@ -134,3 +136,39 @@ class CompiledDecode:
                 self._store.wrote(kept)
 
         return step
+
+
+@dataclass(frozen=True, slots=True)
+class _Metadata:
+    """How all that differs between steps lies in one array: what is new costs per array.
+
+    Attributes:
+        num_rows: T.
+        num_groups: KV groups.
+        sizes: Elements of the plans' arrays.
+    """
+
+    num_rows: int
+    num_groups: int
+    sizes: tuple[int, ...]
+
+    @staticmethod
+    def of(host: BatchArrays, plans: Plans) -> _Metadata:
+        """The layout for a step."""
+        return _Metadata(host.num_rows, len(host.groups), tuple(a.size for a in plans.arrays))
+
+    def packed(self, host: BatchArrays, plans: Plans) -> mx.array:
+        """A step's slots (in 64 bits, so first), positions and plans: int32."""
+        slots = np.full((self.num_groups, max(self.num_rows, _MIN_ELEMENTS)), -1, np.int64)
+        for row, group in zip(slots, host.groups, strict=True):
+            row[: self.num_rows] = group.slot_mapping
+        parts = [slots.ravel().view(np.int32), host.positions, *plans.arrays]
+        return mx.array(np.concatenate(parts))
+
+    def unpacked(self, packed: mx.array) -> tuple[list[mx.array], mx.array, list[mx.array]]:
+        """Views of each group's slots, the positions, and each plan."""
+        width = 2 * max(self.num_rows, _MIN_ELEMENTS)
+        ends = np.cumsum([*[width] * self.num_groups, self.num_rows, *self.sizes])[:-1]
+        parts = mx.split(packed, ends.tolist())
+        slots = [part.view(mx.int64) for part in parts[: self.num_groups]]
+        return slots, parts[self.num_groups], parts[self.num_groups + 1 :]

@@ -104,7 +104,7 @@ def attend_chunk(
     keys, values = launcher(
         Launch(
             chunk.variant.kernel,
-            [pool.keys, pool.values, chunk.plan, token],
+            [*pool.bound, chunk.plan, token],
             rows * shape.row_vectors,
             _THREADS,
             [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +36,10 @@ class InPlaceWriter:
         """See ``PoolWriter.first_token``."""
         return mx.zeros(_MIN_ELEMENTS, mx.int32)
 
+    def adopt(self, pool: LayerPool) -> LayerPool:
+        """See ``PoolWriter.adopt``."""
+        return replace(pool, views=(self._launch.view(pool.keys), self._launch.view(pool.values)))
+
     def write(
         self,
         pool: LayerPool,
@@ -50,7 +56,7 @@ class InPlaceWriter:
         return self._launch(
             Launch(
                 variant.kernel,
-                [keys, values, pool.keys, pool.values, self._padded(slots), token],
+                [keys, values, *pool.bound, self._padded(slots), token],
                 max(threads, _MIN_ELEMENTS),
                 _THREADS,
                 [(_MIN_ELEMENTS,)],
@@ -77,7 +83,7 @@ class InPlaceWriter:
             token = self._launch(
                 Launch(
                     self._copies(pool).kernel,
-                    [pool.keys, pool.values, uploaded, token],
+                    [*pool.bound, uploaded, token],
                     len(pairs) * COPY_THREADS,
                     COPY_THREADS,
                     [(_MIN_ELEMENTS,)],

@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from pagedmlx.core.batch import BatchArrays
+from pagedmlx.core.batch import BatchArrays, Int32Array
 from pagedmlx.kv.store import KVStore, Unwritten
 from pagedmlx.ops.base import AttentionParams, PagedBatch
 from pagedmlx.ops.chunks import Chunk, attend_chunk, plan_chunk
@@ -108,9 +108,8 @@ class KernelBackend:
                 parts.append(attend_prefill(self._launch, rows, layer, store, part.work, params))
             else:
                 # A launch with all rows of the step, each in one threadgroup, can also write them.
-                # Where a merge follows, that was slower than a launch of its own.
                 alone = len(plan.parts) == 1 and plan.order is None
-                can_write = alone and part.work.variant.parts == 1 and part.work.merge is None
+                can_write = alone and part.work.variant.parts == 1
                 new = store.claim(layer, rows.dtype) if can_write else None
                 parts.append(self._decode(rows, layer, store, part.work, params, new))
         output = parts[0] if len(parts) == 1 else mx.concatenate(parts)
@@ -135,7 +134,7 @@ class KernelBackend:
         )
 
     def follow(self, batch: PagedBatch, plans: DecodePlans, arrays: Sequence[mx.array]) -> None:
-        """Take these plans for a batch, their arrays being given anew."""
+        """Take these plans for a batch, their arrays being on the device."""
         self._batch = batch
         self._plans = {
             key: _Plan((_Part(slice(0, work.num_rows), replace(work, plan=array)),), None, None)
@@ -199,7 +198,8 @@ class KernelBackend:
 
         for sequences in (single, few):
             if len(sequences):
-                add(self._plan_decode(host, sequences, group, window, base))
+                work = self._plan_decode(host, sequences, group, window, base)
+                add(replace(work, plan=mx.array(work.plan)))
         variant = self._prefills.setdefault(base, prefill_variant(base))
         if takes_kernel(self._prefill, variant, self._launch.platform):
             if len(many):
@@ -255,8 +255,7 @@ class KernelBackend:
 
     def _steps(self, work: WorkList, variant: DecodeVariant, merge: MergeVariant | None) -> _Decode:
         writing = self._interned(replace(variant, writes=True))
-        plan = mx.array(work.plan)
-        return _Decode(plan, work.num_items, work.num_rows, variant, writing, merge)
+        return _Decode(work.plan, work.num_items, work.num_rows, variant, writing, merge)
 
     def _interned(self, variant: DecodeVariant) -> DecodeVariant:
         """The one object for equal variants, so that texts are put together once."""
@@ -272,11 +271,13 @@ class KernelBackend:
         new: Unwritten | None,
     ) -> mx.array:
         pool, token = store.bind(layer)
+        plan = work.plan
+        assert isinstance(plan, mx.array)
         variant = work.variant if new is None else work.writing
         num_kv_heads, v_head_dim = variant.pool.num_kv_heads, variant.pool.v_head_dim
         sinks = [] if params.sinks is None else [params.sinks]
         out_shape = (work.num_rows, num_kv_heads * variant.factor, v_head_dim)
-        inputs = [queries, pool.keys, pool.values, work.plan]
+        inputs = [queries, *pool.bound, plan]
         shapes: list[tuple[int, ...]] = [out_shape]
         dtypes = [queries.dtype]
         if work.merge is None:
@@ -301,7 +302,7 @@ class KernelBackend:
         return self._launch(
             Launch(
                 work.merge.kernel,
-                [*outputs, work.plan, *sinks],
+                [*outputs, plan, *sinks],
                 out_shape[0] * out_shape[1] * threads,
                 threads,
                 [out_shape],
@@ -312,12 +313,12 @@ class KernelBackend:
 
 @dataclass(frozen=True, slots=True)
 class _Decode:
-    """Sequences with few rows: the plan on the device and the kernels that follow it.
+    """Sequences with few rows: the plan, at last on the device, and the kernels that follow it.
 
     ``writing`` is ``variant`` that also writes the rows' K and V.
     """
 
-    plan: mx.array
+    plan: mx.array | Int32Array
     num_items: int
     num_rows: int
     variant: DecodeVariant
@@ -338,9 +339,9 @@ class DecodePlans:
     works: tuple[_Decode, ...]
 
     @property
-    def arrays(self) -> list[mx.array]:
-        """What of the plans is on the device and differs from step to step."""
-        return [work.plan for work in self.works]
+    def arrays(self) -> list[Int32Array]:
+        """What differs from step to step, not on the device yet."""
+        return [np.asarray(work.plan) for work in self.works]
 
     @property
     def shape(self) -> tuple[object, ...]:

@@ -84,6 +84,10 @@ class Launcher(Protocol):
         """The outputs, in the order of their names; lazy."""
         ...
 
+    def view(self, pool: mx.array) -> mx.array:
+        """What to bind in place of a pool array that kernels index by themselves."""
+        ...
+
 
 class MLXLauncher:
     """Compiles each text once, by MLX, and calls it.
@@ -123,6 +127,16 @@ class MLXLauncher:
                 hint="--attention-backend gather does without, and please report it",
             ) from error
         return outputs
+
+    def view(self, pool: mx.array) -> mx.array:
+        """The first block: the same memory, which kernels index past.
+
+        MLX ends a command buffer once the elements of the arrays that were bound to it exceed a
+        limit, counting them each time: a large pool would end one at every launch.
+        """
+        view = pool[:1]
+        mx.eval(view)
+        return view
 
     def _call(self, function: Any, launch: Launch) -> list[mx.array]:
         return function(

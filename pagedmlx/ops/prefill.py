@@ -270,7 +270,7 @@ def attend_prefill(
     return launcher(
         Launch(
             variant.kernel,
-            [queries, pool.keys, pool.values, prefill.plan, *sinks, token],
+            [queries, *pool.bound, prefill.plan, *sinks, token],
             prefill.num_items * variant.pool.num_kv_heads * threads,
             threads,
             [(prefill.num_rows, queries.shape[1], variant.pool.v_head_dim)],

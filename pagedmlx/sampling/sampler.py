@@ -87,14 +87,13 @@ class Sampler:
         assert len(rows) == logits.shape[0]
         if not rows:
             return mx.zeros((0,), mx.int32)
+        drawn = [index for index, row in enumerate(rows) if not row.params.is_greedy]
+        if not drawn:
+            return _most_likely(logits)
         logits = logits.astype(mx.float32)
         tokens = mx.argmax(logits, axis=-1).astype(mx.int32)
-        drawn = [index for index, row in enumerate(rows) if not row.params.is_greedy]
-        if drawn:
-            draws = self._draw(_take(logits, drawn), [rows[index] for index in drawn])
-            tokens = _put(tokens, drawn, draws)
-        invalid = mx.isnan(logits).any(axis=-1) | ~mx.isfinite(logits.max(axis=-1))
-        return mx.where(invalid, INVALID_TOKEN, tokens)
+        draws = self._draw(_take(logits, drawn), [rows[index] for index in drawn])
+        return _only_valid(logits, _put(tokens, drawn, draws))
 
     def _draw(self, logits: mx.array, rows: Sequence[SampleRow]) -> mx.array:
         vocabulary = logits.shape[1]
@@ -121,6 +120,20 @@ class Sampler:
             scores = mx.where(scores < limit, -mx.inf, scores)
 
         return mx.argmax(scores + _gumbel(rows, vocabulary), axis=-1).astype(mx.int32)
+
+
+# Compiled, so that their constants are brought to the device once, and for few launches.
+@mx.compile
+def _most_likely(logits: mx.array) -> mx.array:
+    return _only_valid(logits, mx.argmax(logits, axis=-1).astype(mx.int32))
+
+
+@mx.compile
+def _only_valid(logits: mx.array, tokens: mx.array) -> mx.array:
+    """``INVALID_TOKEN`` in place of the tokens of rows with a NaN or without a finite maximum."""
+    logits = logits.astype(mx.float32)
+    invalid = mx.isnan(logits).any(axis=-1) | ~mx.isfinite(logits.max(axis=-1))
+    return mx.where(invalid, INVALID_TOKEN, tokens)
 
 
 def _keep_top(scores: mx.array, params: Sequence[SamplingParams], width: int) -> mx.array:

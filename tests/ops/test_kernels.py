@@ -75,8 +75,7 @@ def test_the_kernel_that_writes_passes_the_strict_check(
     queries = case.queries.astype(rows[0].dtype)
     backend = KernelBackend(recorder, 1 << 20 if split else 1)
     backend.attend(queries, 0, 0, case.store, case.batch, PARAMS)
-    writers = [k.name for k in recorder.sources.values() if "written" in k.output_names]
-    assert any("decode" in name for name in writers) != split
+    assert any("written" in kernel.output_names for kernel in recorder.sources.values())
     assert not [d for source in recorder.sources for d in check(source).diagnostics]
 
 
@@ -108,9 +107,7 @@ def test_rows_that_the_kernel_writes_itself_are_as_if_written_before(
         queries = case.queries.astype(mx.float32)
         backend = KernelBackend(launcher, wave)
         output = backend.attend(queries, 0, 0, case.store, case.batch, PARAMS)
-        # A step that is cut into parts writes by a launch of its own, which is faster there.
-        by_itself = any("write" in name for name in launcher.executed)
-        assert by_itself == (not fused or wave > 1)
+        assert fused != any("write" in name for name in launcher.executed)
         slots = case.batch.groups[0].slot_mapping[None]
         results.append([output, *case.store.gather_slots(0, slots)])
     for together, apart in zip(*results, strict=True):
