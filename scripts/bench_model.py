@@ -242,7 +242,7 @@ class Contestant:
     def trace(self) -> dict[str, float]:
         """What the device did in a few steps; empty without torch."""
         try:
-            from torch.profiler import ProfilerActivity, profile
+            from torch.profiler import ProfilerActivity, profile  # pyright: ignore[reportMissingImports]
         except ImportError:
             return {}
         mx.synchronize()
@@ -349,7 +349,7 @@ def stream(loaded: LoadedModel, contexts: Sequence[int]) -> dict[str, Any]:
         for _ in range(NUM_TURNS):
             theirs.turn()
             ours.turn()
-        row = {"pagedmlx": ours.summary(), "mlx_lm": theirs.summary()}
+        row: dict[str, Any] = {"pagedmlx": ours.summary(), "mlx_lm": theirs.summary()}
         for name in ("step_ms", "mean_ms", "best_tenth_ms"):
             row[f"ratio_of_{name}"] = row["pagedmlx"][name] / row["mlx_lm"][name]
         rows[str(context)] = row

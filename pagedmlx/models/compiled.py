@@ -171,4 +171,4 @@ class _Metadata:
         ends = np.cumsum([*[width] * self.num_groups, self.num_rows, *self.sizes])[:-1]
         parts = mx.split(packed, ends.tolist())
         slots = [part.view(mx.int64) for part in parts[: self.num_groups]]
-        return slots, parts[self.num_groups], parts[self.num_groups + 1 :]
+        return slots, parts[self.num_groups], list(parts[self.num_groups + 1 :])
