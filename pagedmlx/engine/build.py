@@ -18,7 +18,8 @@ from pagedmlx.kv.store import KVStore
 from pagedmlx.kv.writer import PoolWriter
 from pagedmlx.models.adapter import ModelAdapter
 from pagedmlx.models.loader import LoadedModel
-from pagedmlx.models.probe import probe_model, warm_up
+from pagedmlx.models.parts import RowLayout
+from pagedmlx.models.probe import ProbeResult, probe_model, warm_up
 from pagedmlx.ops import attention_paths
 from pagedmlx.progress import ProgressCallback
 from pagedmlx.sampling.sampler import Sampler
@@ -114,26 +115,42 @@ def _adapt(
         UnsupportedModelError: None of them does.
     """
     paths = attention_paths(config.attention_backend)
-    notes: list[str] = []
-    for path in paths:
-        adapter = ModelAdapter(
-            loaded,
-            path.backend,
-            block_size=config.block_size,
-            kv_cache_dtype=config.kv_cache_dtype,
-        )
-        undo.enter_context(adapter)
-        try:
-            probe = probe_model(adapter, path.writer)
-        except UnsupportedModelError as error:
-            if path is paths[-1]:
-                raise
-            adapter.close()
-            notes.append(f"attention: not by {path.backend.name}, slower instead: {error}")
-            continue
-        notes.append(f"attention: {path.backend.name}; logits within {probe.error:.1g} of mlx-lm's")
-        return adapter, path.writer, notes
-    raise AssertionError("there is always a path")
+    layouts = list(RowLayout)
+    problem: UnsupportedModelError | None = None
+    while layouts:
+        notes: list[str] = []
+        for path in paths:
+            try:
+                adapter = ModelAdapter(
+                    loaded,
+                    path.backend,
+                    block_size=config.block_size,
+                    kv_cache_dtype=config.kv_cache_dtype,
+                    layouts=layouts,
+                )
+            except UnsupportedModelError as error:
+                raise problem or error from error
+            undo.enter_context(adapter)
+            try:
+                probe = probe_model(adapter, path.writer)
+            except UnsupportedModelError as error:
+                adapter.close()
+                problem = error
+                notes.append(f"attention: not by {path.backend.name}, slower instead: {error}")
+                continue
+            notes.append(_attention_note(adapter, probe))
+            return adapter, path.writer, notes
+        # The next way to lay out rows may suit the model where this one did not.
+        layouts = layouts[layouts.index(adapter.row_layout) + 1 :]
+    assert problem is not None, "there is always a path"
+    raise problem
+
+
+def _attention_note(adapter: ModelAdapter, probe: ProbeResult) -> str:
+    how = "gathered K and V" if adapter.reads_gathers else adapter.backend.name
+    if adapter.row_layout is not RowLayout.TOKEN_ROWS:
+        how += f" in {adapter.row_layout}"
+    return f"attention: {how}; logits within {probe.error:.1g} of mlx-lm's"
 
 
 def _allocate(

@@ -40,9 +40,10 @@ class KVLayout:
         block_size: Tokens in one block.
         dtype: Element type by name: float16, bfloat16 or float32.
         layers: One entry for each of the model's layers.
-        groups: The KV groups; each layer with K and V is in exactly one.
+        groups: The KV groups; each layer with K and V is in exactly one, others in none.
         order: Order of the axes. Head-major lets a gather land in the order that attention
             reads; ``scripts/bench_layout.py`` measures both.
+        state_bytes: Recurrent state of one sequence, over all layers that keep one.
     """
 
     block_size: int
@@ -50,6 +51,7 @@ class KVLayout:
     layers: tuple[LayerShape, ...]
     groups: tuple[KVGroup, ...]
     order: AxisOrder = AxisOrder.HEAD_MAJOR
+    state_bytes: int = 0
 
     def k_shape(self, layer: int, num_blocks: int) -> tuple[int, int, int, int]:
         """Shape of a layer's K array."""
@@ -61,11 +63,12 @@ class KVLayout:
 
     def token_bytes(self, group: int) -> int:
         """Bytes of K and V for one token over all layers of a group."""
-        elements = sum(
-            shape.num_kv_heads * (shape.k_head_dim + shape.v_head_dim)
-            for shape in (self.layers[layer] for layer in self.groups[group].layers)
-        )
-        return elements * DTYPE_BYTES[self.dtype]
+        return sum(self.layer_bytes(layer) for layer in self.groups[group].layers)
+
+    def layer_bytes(self, layer: int) -> int:
+        """Bytes of K and V for one token in one layer."""
+        shape = self.layers[layer]
+        return shape.num_kv_heads * (shape.k_head_dim + shape.v_head_dim) * DTYPE_BYTES[self.dtype]
 
     def block_bytes(self, group: int) -> int:
         """Bytes of one block over all layers of a group."""

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedmlx.core.batch import NO_BLOCK, GroupArrays
-from pagedmlx.core.groups import KVGroupKind
 from pagedmlx.kv.layout import AxisOrder, KVLayout
+from pagedmlx.kv.states import StateStore
 from pagedmlx.kv.writer import FunctionalWriter, LayerPool, PoolWriter
 
 
@@ -43,6 +43,9 @@ class KVStore:
         num_blocks: Blocks in the pool of each KV group.
         fill: Value that every element starts with.
         writer: How the arrays are changed; by functional update if None.
+
+    Attributes:
+        states: What layers without K and V keep of each sequence.
     """
 
     def __init__(
@@ -62,10 +65,10 @@ class KVStore:
         self._newest: Unwritten | None = None
         # What a kernel is given for a token where the arrays themselves are ordered.
         self._no_token = mx.zeros(8, mx.int32)
+        self.states = StateStore()
         self._pools: dict[int, LayerPool] = {}
         for group, count in zip(layout.groups, num_blocks, strict=True):
-            # A recurrent state is no K and V; it lives elsewhere.
-            for layer in group.layers if group.kind is not KVGroupKind.STATE else ():
+            for layer in group.layers:
                 self._pools[layer] = LayerPool(
                     mx.full(layout.k_shape(layer, count), fill, self.dtype),
                     mx.full(layout.v_shape(layer, count), fill, self.dtype),
@@ -233,8 +236,10 @@ class KVStore:
             return
         self._flush()
         self._newest = None
-        mx.async_eval(*outputs, self._token)
-        for output in outputs:
+        states = self.states.take_pending()
+        mx.async_eval(*outputs, *states, self._token)
+        # The last state depends on all that the step has read before it.
+        for output in (*outputs, *states[-1:]):
             if output.size:
                 # Reads of this step are ordered only against what depends on their results.
                 self._token = _after(output.reshape(-1)[:1].astype(mx.int32), self._token)
@@ -250,7 +255,8 @@ class KVStore:
         )
 
     def _evaluate(self, *outputs: mx.array) -> None:
-        mx.eval(*outputs, *(self._arrays() if self._token is None else [self._token]))
+        pool = self._arrays() if self._token is None else [self._token]
+        mx.eval(*outputs, *self.states.take_pending(), *pool)
         mx.synchronize()
 
     def _arrays(self) -> list[mx.array]:

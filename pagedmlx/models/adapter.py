@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Any, Self
 
 import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache
 
 from pagedmlx.errors import UnsupportedModelError
 from pagedmlx.kv.layout import KVLayout
+from pagedmlx.kv.states import States
 from pagedmlx.kv.store import KVStore
+from pagedmlx.models.cache_tree import read_caches
 from pagedmlx.models.compiled import CompiledDecode, PlansAhead
 from pagedmlx.models.hook import install_hook
-from pagedmlx.models.layer_cache import GroupRows, RowLayout, TokenRowCache
+from pagedmlx.models.layer_cache import GroupRows, LayerCache
 from pagedmlx.models.loader import LoadedModel
+from pagedmlx.models.parts import Part, RowLayout, sequence_rows, token_rows
 from pagedmlx.models.rows import RowSelection
-from pagedmlx.models.survey import find_groups, survey_model
+from pagedmlx.models.survey import survey_model
 from pagedmlx.ops.base import AttentionBackend, PagedBatch
+
+MAX_GATHER_BYTES = 1 << 28
+"""Most bytes that sequences which decode together gather in one layer."""
 
 
 class ModelAdapter:
@@ -29,12 +37,14 @@ class ModelAdapter:
         backend: Attends to the blocks.
         block_size: Tokens in one block.
         kv_cache_dtype: Type of the pool's elements by name; ``auto`` is the model's own.
+        layouts: Ways to lay out tokens, in the order in which to try them.
 
     Attributes:
         loaded: The model.
         backend: As given.
         layout: Groups and shapes of the pool that ``forward`` expects.
-        row_layout: How tokens are laid out for the model.
+        row_layout: How tokens are laid out for the model: the first way that suits it.
+        reads_gathers: Whether the model reads K and V itself, at least in some layer.
         vocab_size: V of the logits.
 
     Raises:
@@ -48,33 +58,39 @@ class ModelAdapter:
         *,
         block_size: int = 16,
         kv_cache_dtype: str = "auto",
+        layouts: Iterable[RowLayout] = tuple(RowLayout),
     ) -> None:
         self.loaded = loaded
         self.backend = backend
-        self.row_layout = RowLayout.TOKEN_ROWS
         self._model: Any = loaded.model
         self._compiled: tuple[KVStore, CompiledDecode] | None = None
-        groups = find_groups(loaded.model, loaded.model_type)
+        self._tree = read_caches(loaded.model, loaded.model_type)
         self._hook = install_hook(loaded.model)
         try:
             self._selection = RowSelection(loaded.model)
-            survey = survey_model(loaded.model, groups, self._selection, loaded.model_type)
+            survey = survey_model(
+                loaded.model, self._tree, self._selection, loaded.model_type, layouts
+            )
         except BaseException:
             self._hook.undo()
             raise
+        self.row_layout = survey.row_layout
+        self.reads_gathers = survey.reads_gathers
         self.vocab_size = survey.vocab_size
         self.layout = KVLayout(
             block_size=block_size,
             dtype=survey.dtype if kv_cache_dtype == "auto" else kv_cache_dtype,
             layers=survey.layers,
             groups=survey.groups,
+            state_bytes=survey.state_bytes,
         )
+        self._max_gathered = self._max_tokens_to_gather()
 
     def forward(self, batch: PagedBatch, store: KVStore) -> mx.array:
         """Write the K and V of every row and return the logits of the rows that sample.
 
-        Nothing is evaluated: the caller commits the logits together with the store, also when
-        there are none to sample from.
+        What the caller gets is not evaluated: it commits the logits together with the store, also
+        when there are none to sample from.
 
         Args:
             batch: The step; its block copies are already done.
@@ -83,37 +99,94 @@ class ModelAdapter:
         Returns:
             (R, vocab_size) for ``batch.host.sample_rows``, in their order.
         """
+        if self.row_layout is not RowLayout.TOKEN_ROWS:
+            return self._run_sequences(batch, store)
         if store.updates_in_place and isinstance(self.backend, PlansAhead):
             logits = self._compiled_for(store, self.backend)(batch)
             if logits is not None:
                 return logits
-        return self._forward(batch, store)
+        return self._run_tokens(batch, store)
 
     def _compiled_for(self, store: KVStore, backend: PlansAhead) -> CompiledDecode:
         if self._compiled is None or self._compiled[0] is not store:
-            self._compiled = store, CompiledDecode(self._forward, backend, store)
+            self._compiled = store, CompiledDecode(self._run_tokens, backend, store)
         return self._compiled[1]
 
-    def _forward(self, batch: PagedBatch, store: KVStore) -> mx.array:
-        caches: list[TokenRowCache | None] = [None] * len(self.layout.layers)
+    def _run_tokens(self, batch: PagedBatch, store: KVStore) -> mx.array:
+        """The whole step in one call, (T, 1)."""
+        return self._call(token_rows(batch), store)
+
+    def _run_sequences(self, batch: PagedBatch, store: KVStore) -> mx.array:
+        """One call for the sequences that decode, (B, 1), and one for each chunk, (1, L)."""
+        found: list[mx.array] = []
+        parts = sequence_rows(
+            batch,
+            gathers=self.reads_gathers,
+            max_tokens=self._max_gathered,
+            fork_points=bool(self._tree.state_layers),
+        )
+        for part in parts:
+            if found:
+                # Pools that are updated functionally must have no pending reads.
+                store.submit(found[-1])
+            found.append(self._call(part, store))
+        return found[0] if len(found) == 1 else mx.concatenate(found)
+
+    def _call(self, part: Part, store: KVStore) -> mx.array:
+        """Call the model once; logits of the part's sampling rows."""
+        caches: list[Any] = [None] * len(self._tree.kinds)
         for index, group in enumerate(self.layout.groups):
-            rows = GroupRows(store, self.backend, batch, index, group.window)
+            rows = GroupRows(store, self.backend, part, index, group.window)
             for layer in group.layers:
-                caches[layer] = TokenRowCache(layer, rows)
-        sample_rows: list[int] = batch.host.sample_rows.tolist()
+                caches[layer] = LayerCache(layer, rows)
+        states = self._take_states(part, store, caches)
+        sample_rows: list[int] = part.batch.host.sample_rows.tolist()
         # With no row to sample from, one row goes to the head but is never computed.
         selected = mx.array(sample_rows or [0])
-        all_rows = len(sample_rows) == batch.host.num_rows
-        with self._selection.using(lambda hidden: hidden if all_rows else hidden[selected]):
-            logits = self._model(batch.token_ids[:, None], cache=caches)
-        if not all(cache is None or cache.attended for cache in caches):
+        num_rows = part.batch.host.num_rows
+
+        def select(hidden: mx.array) -> mx.array:
+            by_row = hidden.reshape(num_rows, 1, hidden.shape[-1])
+            return by_row if len(sample_rows) == num_rows else by_row[selected]
+
+        with self._selection.using(select):
+            logits = self._model(part.token_ids, cache=self._tree.arrange(caches))
+        blocks = (each for each in caches if isinstance(each, LayerCache))
+        if not part.gathers and not all(each.attended for each in blocks):
             raise UnsupportedModelError(
                 f"{self.loaded.model_type}: a layer did its attention by maths of its own",
                 hint="run this model with mlx-lm itself, and please report it",
             )
+        if states:
+            store.states.put(
+                part.batch.host.sequences, States(tuple(tuple(each.cache) for each in states))
+            )
         if not sample_rows:
             return mx.zeros((0, self.vocab_size), dtype=logits.dtype)
         return logits.squeeze(1)
+
+    def _take_states(self, part: Part, store: KVStore, caches: list[Any]) -> list[ArraysCache]:
+        """Put the sequences' states into mlx-lm's own caches, which hold nothing else."""
+        layers = self._tree.state_layers
+        if not layers:
+            return []
+        host = part.batch.host
+        taken = store.states.take(host.sequences, host.positions[:: part.length].tolist())
+        for index, layer in enumerate(layers):
+            caches[layer] = ArraysCache(self._tree.kinds[layer].num_arrays)
+            if taken is not None:
+                caches[layer].cache = list(taken.layers[index])
+        return [caches[layer] for layer in layers]
+
+    def _max_tokens_to_gather(self) -> int | None:
+        if self.row_layout is RowLayout.SINGLE_ROWS:
+            return 0
+        if not self.reads_gathers:
+            return None
+        token_bytes = max(
+            self.layout.layer_bytes(layer) for group in self.layout.groups for layer in group.layers
+        )
+        return MAX_GATHER_BYTES // token_bytes
 
     def last_logits(self, token_ids: mx.array, caches: list[Any]) -> mx.array:
         """The model's own way, with mlx-lm's caches: what ``forward`` is compared with.

@@ -16,8 +16,6 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import base
 
-from pagedmlx.errors import UnsupportedModelError
-
 _ORIGINAL = base.scaled_dot_product_attention
 # Engines of one process may install and undo on their own threads.
 _LOCK = threading.Lock()
@@ -45,18 +43,13 @@ class BlockAttention:
         **unknown: Any,
     ) -> mx.array:
         """Attend; arguments and shapes are those of mlx-lm's function."""
-        if hasattr(cache, "attend_blocks") and not unknown and _leaves_masking_to_cache(mask):
-            output = cache.attend_blocks(queries, keys, values, scale, sinks)
+        if hasattr(cache, "attend_blocks") and not unknown:
+            output = cache.attend_blocks(queries, keys, values, scale, mask, sinks)
             if output is not None:
                 return output
         return _ORIGINAL(
             queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks, **unknown
         )
-
-
-def _leaves_masking_to_cache(mask: Any) -> bool:
-    """Whether a mask says no more than causality and window, which the cache knows itself."""
-    return mask is None or (isinstance(mask, mx.array) and mask.dtype == mx.bool_)
 
 
 class HookHandle:
@@ -91,10 +84,8 @@ def install_hook(model: nn.Module) -> HookHandle:
     """Rebind mlx-lm's attention function in every module that the model's classes come from.
 
     Args:
-        model: One of mlx-lm's models, or one that uses mlx-lm's attention function.
-
-    Raises:
-        UnsupportedModelError: None of its modules binds the function.
+        model: One of mlx-lm's models, or one that uses mlx-lm's attention function. One with
+            attention maths of its own, or without any, stays as it is.
     """
     bindings = []
     with _LOCK:
@@ -105,12 +96,6 @@ def install_hook(model: nn.Module) -> HookHandle:
                 if isinstance(bound, BlockAttention):
                     bound.num_users += 1
                     bindings.append((namespace, name))
-    if not bindings:
-        raise UnsupportedModelError(
-            f"{type(model).__module__.rpartition('.')[2]}: the model doesn't use mlx-lm's "
-            "attention function",
-            hint="it has attention maths of its own, which can't be paged",
-        )
     return HookHandle(bindings)
 
 

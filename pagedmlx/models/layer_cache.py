@@ -1,52 +1,56 @@
-"""The cache objects that an mlx-lm model sees, one for each layer and step, in token rows.
+"""The cache objects that an mlx-lm model sees in place of its own, one for each layer and call.
 
 They own nothing: K and V go into the store, attention goes to the backend.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import StrEnum
+from typing import Any
 
 import mlx.core as mx
 
+from pagedmlx.core.batch import BatchArrays
 from pagedmlx.kv.store import KVStore
-from pagedmlx.ops.base import AttentionBackend, AttentionParams, PagedBatch
+from pagedmlx.models.parts import Part
+from pagedmlx.ops.base import AttentionBackend, AttentionParams
+from pagedmlx.ops.context import Context, find_context
 
 
-class RowLayout(StrEnum):
-    """How the tokens of a step are laid out for the model.
-
-    TOKEN_ROWS: every token is a row of its own, (T, 1), with its own position.
-    SEQUENCE_ROWS: decode as (B, 1), each prefill chunk as (1, L); for models that carry a state
-    from token to token or read gathered K and V.
-    """
-
-    TOKEN_ROWS = "token rows"
-    SEQUENCE_ROWS = "sequence rows"
-
-
-@dataclass(frozen=True, slots=True)
 class GroupRows:
-    """What the layers of one KV group share within a step.
+    """What the layers of one KV group share within a call of the model.
 
-    Attributes:
+    Args:
         store: Owner of the pool.
         backend: Attends.
-        batch: The step.
+        part: The rows of the call.
         group: Index of the KV group.
         window: Tokens that a query sees, itself included; None is all.
     """
 
-    store: KVStore
-    backend: AttentionBackend
-    batch: PagedBatch
-    group: int
-    window: int | None
+    def __init__(
+        self, store: KVStore, backend: AttentionBackend, part: Part, group: int, window: int | None
+    ) -> None:
+        self.store = store
+        self.backend = backend
+        self.part = part
+        self.group = group
+        self.window = window
+        self._contexts: dict[int | None, Context] = {}
+
+    def context(self, mask_window: int | None = None) -> Context:
+        """Where to find what the rows see, planned when first asked for."""
+        if mask_window == self.window:
+            mask_window = None
+        if mask_window not in self._contexts:
+            host: BatchArrays = self.part.batch.host
+            self._contexts[mask_window] = find_context(
+                host, self.group, self.window, self.store.layout.block_size, mask_window
+            )
+        return self._contexts[mask_window]
 
 
-class TokenRowCache:
-    """One layer's cache for one step: T rows of one token each.
+class LayerCache:
+    """One layer's cache for one call of the model: S sequences with L rows each.
 
     Has what mlx-lm's models ask of a cache, and no attribute ``bits`` (mlx-lm would take it for
     a quantised cache).
@@ -56,32 +60,54 @@ class TokenRowCache:
         rows: What the layer's KV group shares.
 
     Attributes:
-        offset: (T,) int32; the rows' positions.
         attended: Whether the model has left its attention to the blocks.
+        keys: What ``update_and_fetch`` has returned; some models look here.
+        values: Likewise.
     """
 
     def __init__(self, layer: int, rows: GroupRows) -> None:
         self.layer = layer
         self.rows = rows
-        self.offset = rows.batch.positions
         self.attended = False
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
         self._fetched: tuple[mx.array, mx.array] | None = None
 
+    @property
+    def offset(self) -> Any:
+        """Tokens before the rows, and after the update those too: (S,) int32, or a number."""
+        part = self.rows.part
+        return part.offset if self._fetched is None else part.offset + part.length
+
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Write the step's K and V.
+        """Write the rows' K and V.
 
         Args:
-            keys: (T, num_kv_heads, 1, k_head_dim).
-            values: (T, num_kv_heads, 1, v_head_dim).
+            keys: (S, num_kv_heads, L, k_head_dim).
+            values: (S, num_kv_heads, L, v_head_dim).
 
         Returns:
             The same arrays, which stand for each row's whole context: to be passed on to the
-            attention function as they are. A gather for every row would cost far too much.
+            attention function as they are. For a model that reads them itself, K (S, num_kv_heads,
+            N, k_head_dim) and V likewise of all tokens that a row sees.
         """
         rows = self.rows
-        slots = rows.batch.groups[rows.group].slot_mapping
-        rows.store.write(self.layer, keys.squeeze(2), values.squeeze(2), slots)
-        self._fetched = (keys, values)
+        slots = rows.part.batch.groups[rows.group].slot_mapping
+        v_head_dim = values.shape[3]
+        stored = values if v_head_dim else keys
+        rows.store.write(self.layer, _by_row(keys), _by_row(stored), slots)
+        self._fetched = keys, values
+        if rows.part.gathers:
+            found = rows.store.gather_slots(self.layer, rows.context().slots)
+            self._fetched = found[0].astype(keys.dtype), found[1].astype(values.dtype)
+            if not v_head_dim:
+                self._fetched = self._fetched[0], found[1][..., :0]
+        self.keys, self.values = self._fetched
+        return self._fetched
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """What ``update_and_fetch`` has returned, for layers that share this one's K and V."""
+        assert self._fetched is not None, "a layer shares K and V that are not there yet"
         return self._fetched
 
     def attend_blocks(
@@ -90,46 +116,71 @@ class TokenRowCache:
         keys: mx.array,
         values: mx.array,
         scale: float,
+        mask: Any,
         sinks: mx.array | None,
     ) -> mx.array | None:
         """Attend through the block tables.
 
         Args:
-            queries: (T, num_heads, 1, k_head_dim).
+            queries: (S, num_heads, L, k_head_dim).
             keys: What the model passes on; only the very arrays of ``update_and_fetch`` stand for
                 the blocks.
             values: Likewise.
             scale: Factor on q.k.
+            mask: None or what ``make_mask`` gave, else the model wants something that blocks
+                don't know.
             sinks: (num_heads,) or None.
 
         Returns:
-            (T, num_heads, 1, v_head_dim), or None when ``keys`` and ``values`` are others.
+            (S, num_heads, L, v_head_dim), or None when this is not for the blocks.
         """
         if self._fetched is None or keys is not self._fetched[0] or values is not self._fetched[1]:
             return None
-        self.attended = True
         rows = self.rows
+        if not self._leaves_masking_to_blocks(mask):
+            return None
+        self.attended = True
         output = rows.backend.attend(
-            queries.squeeze(2),
+            _by_row(queries),
             self.layer,
             rows.group,
             rows.store,
-            rows.batch,
+            rows.part.batch,
             AttentionParams(scale=scale, window=rows.window, sinks=sinks),
         )
-        return output[:, :, None, :]
+        num_heads, head_dim = output.shape[1:]
+        return output.reshape(-1, rows.part.length, num_heads, head_dim).swapaxes(1, 2)
+
+    def _leaves_masking_to_blocks(self, mask: Any) -> bool:
+        if mask is None:
+            return True
+        if not self.rows.part.gathers:
+            return isinstance(mask, mx.array) and mask.dtype == mx.bool_
+        return mask is self.rows.context().mask
 
     def make_mask(
         self, num_tokens: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | None:
-        """A mask that masks nothing: the blocks know causality and window.
+        """What each row sees of the arrays that ``update_and_fetch`` returns.
 
         Args:
-            num_tokens: Tokens in a row, which is 1 in this layout.
+            num_tokens: L.
             return_array: The model insists on an array.
-            window_size: The model's window; checked against the cache's when it was surveyed.
+            window_size: The model's window; where blocks do the masking it was compared with the
+                cache's when the model was surveyed.
 
         Returns:
-            None, or (T, 1, 1, 1) bool.
+            For a model that reads K and V itself as in ``Context``; else, as blocks know causality
+            and window, None or (S, 1, 1, 1) bool.
         """
-        return mx.ones((self.offset.size, 1, 1, 1), mx.bool_) if return_array else None
+        part = self.rows.part
+        if part.gathers:
+            return self.rows.context(window_size).mask
+        return mx.ones((part.num_sequences, 1, 1, 1), mx.bool_) if return_array else None
+
+
+def _by_row(array: mx.array) -> mx.array:
+    """(S, heads, L, D) as (S * L, heads, D)."""
+    if array.shape[2] == 1:
+        return array.squeeze(2)
+    return array.swapaxes(1, 2).reshape(-1, array.shape[1], array.shape[3])

@@ -7,14 +7,20 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+import numpy.typing as npt
 from mlx_lm.models.cache import make_prompt_cache
 
-from pagedmlx.core.batch import BatchArrays, GroupArrays
+from pagedmlx.core.batch import NO_BLOCK, BatchArrays, GroupArrays
+from pagedmlx.core.request import Request
+from pagedmlx.core.sampling_params import SamplingParams
+from pagedmlx.core.sequence import Sequence
 from pagedmlx.errors import UnsupportedModelError, first_line
 from pagedmlx.kv.store import KVStore
 from pagedmlx.kv.writer import PoolWriter
 from pagedmlx.models.adapter import ModelAdapter
 from pagedmlx.ops.base import upload
+
+Tokens = npt.NDArray[np.integer[Any]]
 
 NUM_DECODES = 3
 MAX_PROMPT_TOKENS = 640
@@ -42,7 +48,9 @@ class ProbeResult:
 
 
 def probe_model(adapter: ModelAdapter, writer: PoolWriter | None = None) -> ProbeResult:
-    """Run a short prompt in two chunks, a copy on write and three decode steps, both ways.
+    """Run two short prompts, a copy on write and three decode steps, both ways.
+
+    The longer prompt comes in two chunks, the second one beside the other prompt.
 
     Uses a small pool of its own, on the backend that will serve. The decode steps follow each
     other as in serving: where the pool allows it, none waits for the one before.
@@ -80,29 +88,34 @@ def _measure(adapter: ModelAdapter, writer: PoolWriter | None) -> ProbeResult:
     length = max(2 * block_size, min(max(windows, default=0), MAX_PROMPT_TOKENS)) + 1
     # The last block must be partly filled, so that copying it matters.
     length += length % block_size == 0
-    prompt = (np.arange(length) * 7919 + 13) % adapter.vocab_size
+    prompts = [_prompt(adapter, length, 13), _prompt(adapter, block_size // 2 + 1, 5)]
     num_blocks = -(-(length + NUM_DECODES) // block_size) + 1
-    store = KVStore(layout, (num_blocks,) * len(layout.groups), float("nan"), writer)
+    store = KVStore(layout, (num_blocks + 2,) * len(layout.groups), float("nan"), writer)
     # Block ids run backwards, so that order in the pool is not order in the sequence.
-    table = np.arange(num_blocks - 1, 0, -1, dtype=np.int32)
-    caches = make_prompt_cache(adapter.loaded.model)
+    tables = [
+        np.arange(num_blocks - 1, 0, -1, dtype=np.int32),
+        np.array([num_blocks + 1, num_blocks], np.int32),
+    ]
+    expected: list[mx.array] = []
+    tokens: list[list[int]] = []
+    for prompt in prompts:
+        logits, chosen = _expected(adapter, prompt)
+        expected += logits
+        tokens.append(chosen)
 
-    expected = [adapter.last_logits(mx.array(prompt.astype(np.int32)), caches)]
-    tokens: list[np.ndarray] = []
-    for _ in range(NUM_DECODES):
-        tokens.append(np.argmax(np.array(expected[-1].astype(mx.float32)), keepdims=True))
-        expected.append(adapter.last_logits(mx.array(tokens[-1].astype(np.int32)), caches))
-
+    probes = [_Probe(index, table) for index, table in enumerate(tables)]
     chunk = block_size + 1
-    _paged_logits(adapter, store, table, prompt[:chunk], 0)
-    found = [_paged_logits(adapter, store, table, prompt[chunk:], chunk)]
+    _step(adapter, store, [(probes[0], prompts[0][:chunk])])
+    steps = [_step(adapter, store, [(probes[0], prompts[0][chunk:]), (probes[1], prompts[1])])]
     last = (length - 1) // block_size
-    source, table[last] = table[last], 0
+    source, tables[0][last] = tables[0][last], 0
     for group in range(len(layout.groups)):
         store.copy_blocks(group, np.array([source], np.int32), np.array([0], np.int32))
-    for step, token in enumerate(tokens):
-        found.append(_paged_logits(adapter, store, table, token, length + step))
+    for pair in zip(*tokens, strict=True):
+        parts = [(probe, np.array([token])) for probe, token in zip(probes, pair, strict=True)]
+        steps.append(_step(adapter, store, parts))
 
+    found = [logits[index] for index in range(len(probes)) for logits in steps]
     return ProbeResult(
         num_prompt_tokens=length,
         # Unlike Python's max, numpy's keeps a NaN.
@@ -112,38 +125,79 @@ def _measure(adapter: ModelAdapter, writer: PoolWriter | None) -> ProbeResult:
     )
 
 
-def _paged_logits(
-    adapter: ModelAdapter,
-    store: KVStore,
-    table: np.ndarray,
-    token_ids: np.ndarray,
-    start: int,
-) -> mx.array:
-    """Run one sequence's tokens [start, start + len) and return the last one's logits."""
+def _prompt(adapter: ModelAdapter, length: int, first: int) -> Tokens:
+    return (np.arange(length) * 7919 + first) % adapter.vocab_size
+
+
+def _expected(adapter: ModelAdapter, prompt: Tokens) -> tuple[list[mx.array], list[int]]:
+    """mlx-lm's logits after a prompt and after each of its next tokens, and those tokens."""
+    caches = make_prompt_cache(adapter.loaded.model)
+    logits = [adapter.last_logits(mx.array(prompt.astype(np.int32)), caches)]
+    tokens: list[int] = []
+    for _ in range(NUM_DECODES):
+        tokens.append(int(mx.argmax(logits[-1]).item()))
+        logits.append(adapter.last_logits(mx.array(tokens[-1:]), caches))
+    return logits, tokens
+
+
+class _Probe:
+    """A sequence that no scheduler knows of.
+
+    Args:
+        seq_id: Its id.
+        table: Its blocks in every group.
+        start: Tokens that are taken to be there already.
+    """
+
+    def __init__(self, seq_id: int, table: Tokens, start: int = 0) -> None:
+        request = Request(f"probe {seq_id}", (0,), SamplingParams())
+        self.sequence = Sequence(seq_id, request, 0, [], ())
+        self.table = table
+        self.start = start
+
+
+def _step(adapter: ModelAdapter, store: KVStore, parts: list[tuple[_Probe, Tokens]]) -> mx.array:
+    """Run the next tokens of some sequences; logits (S, vocab_size) of the last of each.
+
+    Args:
+        adapter: The model.
+        store: The pool.
+        parts: Sequences with their tokens, those with a single one first or none of them.
+    """
     block_size = adapter.layout.block_size
-    end = start + len(token_ids)
-    positions = np.arange(start, end, dtype=np.int32)
-    used = table[: -(-end // block_size)]
+    counts = np.array([len(tokens) for _, tokens in parts], np.int32)
+    ends = np.array([probe.start + len(tokens) for probe, tokens in parts], np.int32)
+    positions = np.concatenate(
+        [np.arange(end - count, end) for end, count in zip(ends, counts, strict=True)]
+    ).astype(np.int32)
+    widths = -(-ends // block_size)
+    block_tables = np.full((len(parts), widths.max()), NO_BLOCK, np.int32)
+    for row, (probe, _), width in zip(block_tables, parts, widths, strict=True):
+        row[:width] = probe.table[:width]
+    blocks = block_tables[np.repeat(np.arange(len(parts)), counts), positions // block_size]
     group = GroupArrays(
-        slot_mapping=used[positions // block_size].astype(np.int64) * block_size
-        + positions % block_size,
-        block_tables=used[None],
+        slot_mapping=blocks.astype(np.int64) * block_size + positions % block_size,
+        block_tables=block_tables,
         copy_src=np.empty(0, np.int32),
         copy_dst=np.empty(0, np.int32),
     )
+    query_start_loc = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    sequences = tuple(probe.sequence for probe, _ in parts)
     host = BatchArrays(
-        sequences=(),
-        num_decodes=int(len(token_ids) == 1),
-        token_ids=token_ids.astype(np.int32),
+        sequences=sequences,
+        num_decodes=int(np.count_nonzero(counts == 1)),
+        token_ids=np.concatenate([tokens for _, tokens in parts]).astype(np.int32),
         positions=positions,
-        query_start_loc=np.array([0, len(token_ids)], np.int32),
-        context_lens=np.array([end], np.int32),
-        sample_rows=np.array([len(token_ids) - 1], np.int32),
-        sample_sequences=(),
+        query_start_loc=query_start_loc,
+        context_lens=ends,
+        sample_rows=query_start_loc[1:] - 1,
+        sample_sequences=sequences,
         groups=(group,) * len(adapter.layout.groups),
     )
-    logits = adapter.forward(upload(host), store)[0]
+    logits = adapter.forward(upload(host), store)
     store.submit(logits)
+    for (probe, _), end in zip(parts, ends, strict=True):
+        probe.start = int(end)
     return logits
 
 
@@ -169,7 +223,9 @@ def warm_up(adapter: ModelAdapter, writer: PoolWriter, context_len: int) -> None
     store = KVStore(layout, (2,) * len(layout.groups), writer=writer)
     table = np.zeros(-(-context_len // layout.block_size), dtype=np.int32)
     table[-1] = 1
-    mx.eval(_paged_logits(adapter, store, table, np.zeros(1, np.int32), context_len - 1))
+    # Whatever state layers keep starts in the middle of a text here, from nothing.
+    probe = _Probe(0, table, start=context_len - 1)
+    mx.eval(_step(adapter, store, [(probe, np.zeros(1, np.int32))]))
 
 
 def run_dummy_chunk(adapter: ModelAdapter, num_rows: int, writer: PoolWriter | None = None) -> None:
@@ -183,5 +239,5 @@ def run_dummy_chunk(adapter: ModelAdapter, num_rows: int, writer: PoolWriter | N
     layout = adapter.layout
     num_blocks = -(-num_rows // layout.block_size)
     store = KVStore(layout, (num_blocks,) * len(layout.groups), writer=writer)
-    table = np.arange(num_blocks, dtype=np.int32)
-    mx.eval(_paged_logits(adapter, store, table, np.zeros(num_rows, np.int32), 0))
+    probe = _Probe(0, np.arange(num_blocks, dtype=np.int32))
+    mx.eval(_step(adapter, store, [(probe, np.zeros(num_rows, np.int32))]))

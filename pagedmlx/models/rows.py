@@ -15,6 +15,9 @@ Select = Callable[[mx.array], mx.array]
 """Takes the body's output (rows, tokens, hidden) and returns the part that the head shall see."""
 
 
+_MAX_HOLDERS = 3
+
+
 class RowSelection:
     """Selects rows of the output of a model's body while a ``with`` block lasts.
 
@@ -58,13 +61,27 @@ def _all_rows(hidden: mx.array) -> mx.array:
 def _find_body(model: nn.Module) -> nn.Module:
     layers: Any = getattr(model, "layers", None)
     if layers:
-        for module in model.modules():
-            if module is not model and any(
-                isinstance(child, list) and any(entry is layers[0] for entry in child)
-                for child in module.values()
-            ):
-                return module
+        wanted: Any = layers[0]
+        for _ in range(_MAX_HOLDERS):
+            holder = _find_holder(model, wanted)
+            if holder is None:
+                break
+            # A mere box of layers is never called.
+            if callable(holder):
+                return holder
+            wanted = holder
     raise UnsupportedModelError(
         f"{type(model).__module__.rpartition('.')[2]}: can't tell the model's body from its head",
         hint="logits for chosen rows only can't be computed, so the model isn't served",
     )
+
+
+def _find_holder(model: nn.Module, wanted: Any) -> nn.Module | None:
+    """The module inside the model that has another one as a child, in a list or by itself."""
+    for module in model.modules():
+        if module is not model and any(
+            child is wanted or (isinstance(child, list) and any(each is wanted for each in child))
+            for child in module.values()
+        ):
+            return module
+    return None

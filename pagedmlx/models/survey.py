@@ -1,150 +1,249 @@
-"""Finds out what a model stores per layer, by one lazy dry run that computes nothing."""
+"""Finds out how a model must be run and what it stores, by lazy dry runs that compute nothing."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache
 
 from pagedmlx.core.groups import KVGroup, KVGroupKind
 from pagedmlx.errors import UnsupportedModelError, first_line
 from pagedmlx.kv.layout import LayerShape
+from pagedmlx.models.cache_tree import CacheKind, CacheTree
+from pagedmlx.models.parts import RowLayout
 from pagedmlx.models.rows import RowSelection
-
-_NUM_ROWS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSurvey:
-    """What the pool must hold for a model.
+    """How a model runs, and what the pool must hold for it.
 
     Attributes:
-        groups: The model's KV groups, in the order of their first layers.
-        layers: What each layer stores for one token.
+        row_layout: The first layout that suits the model.
+        reads_gathers: Whether it reads K and V itself instead of leaving them to the blocks.
+        groups: Its KV groups, in the order of their first layers.
+        layers: What each of its caches stores for one token.
+        state_bytes: Recurrent state of one sequence.
         dtype: Type of K and V as the model makes them, by name.
         vocab_size: Logits in a row.
     """
 
+    row_layout: RowLayout
+    reads_gathers: bool
     groups: tuple[KVGroup, ...]
     layers: tuple[LayerShape, ...]
+    state_bytes: int
     dtype: str
     vocab_size: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One call of a dry run: S sequences with L tokens, which then have N tokens at most."""
+
+    num_sequences: int
+    length: int
+    offset: int | tuple[int, ...]
+    gathers: bool
+
+    @property
+    def num_tokens(self) -> int:
+        """N."""
+        return self.length + (self.offset if isinstance(self.offset, int) else max(self.offset))
+
+
+_CALLS = {
+    RowLayout.TOKEN_ROWS: [(2, 1, (0, 1))],
+    RowLayout.SEQUENCE_ROWS: [(1, 3, 0), (2, 1, (3, 4))],
+    RowLayout.SINGLE_ROWS: [(1, 3, 0), (1, 1, 3)],
+}
+
+
+@dataclass(slots=True)
+class _Findings:
+    """What the caches have seen so far."""
+
+    shapes: dict[int, LayerShape] = field(default_factory=dict[int, LayerShape])
+    dtypes: dict[int, mx.Dtype] = field(default_factory=dict[int, mx.Dtype])
+    states: list[list[mx.array | None]] = field(default_factory=list[list[mx.array | None]])
+
+
+class _NotThisWayError(Exception):
+    """The model can't run in one of the layouts; says why."""
+
+
 def survey_model(
-    model: nn.Module, groups: tuple[KVGroup, ...], selection: RowSelection, model_type: str
+    model: nn.Module,
+    tree: CacheTree,
+    selection: RowSelection,
+    model_type: str,
+    layouts: Iterable[RowLayout] = tuple(RowLayout),
 ) -> ModelSurvey:
-    """Read the shapes of a model's K and V from a dry run of a few rows.
+    """Find the first layout that suits a model, and the shapes of what it stores.
 
     Args:
         model: With the hook installed.
-        groups: From ``find_groups``.
+        tree: The kinds of its caches.
         selection: Of the same model.
         model_type: For messages.
+        layouts: Layouts to try, in this order.
 
     Raises:
         UnsupportedModelError: A use of the caches that can't be paged.
     """
-    windows = {layer: group.window for group in groups for layer in group.layers}
-    caches = [_RecordingCache(windows[layer]) for layer in range(len(windows))]
-    tokens = mx.zeros((_NUM_ROWS, 1), dtype=mx.int32)
-    whole_model: Any = model
-    try:
-        with selection.using(lambda hidden: hidden[mx.array([_NUM_ROWS - 1])]):
-            logits = whole_model(tokens, cache=caches)
-    except Exception as error:
-        # Anything may come out of model code that meets an offset for each row.
-        reason = first_line(error)
-        raise UnsupportedModelError(
-            f"{model_type}: the model can't run with a position for each row: {reason}"
-        ) from error
-    for layer, cache in enumerate(caches):
-        if cache.problem is not None or cache.shape is None or not cache.attended:
-            problem = cache.problem or (
-                "stores no K and V"
-                if cache.shape is None
-                else "does its attention by maths of its own"
-            )
-            raise UnsupportedModelError(
-                f"{model_type}: layer {layer} {problem}, which can't be paged yet",
-                hint="run this model with mlx-lm itself",
-            )
+    problem = "no layout of its rows suits it"
+    for layout in layouts:
+        is_token_rows = layout is RowLayout.TOKEN_ROWS
+        if is_token_rows and tree.state_layers:
+            continue
+        for gathers in (False,) if is_token_rows else (False, True):
+            try:
+                return _try(model, tree, selection, layout, gathers)
+            except _NotThisWayError as error:
+                problem = str(error)
+    raise UnsupportedModelError(
+        f"{model_type}: {problem}, which can't be paged", hint="run this model with mlx-lm itself"
+    )
+
+
+def _try(
+    model: nn.Module, tree: CacheTree, selection: RowSelection, layout: RowLayout, gathers: bool
+) -> ModelSurvey:
+    findings = _Findings()
+    logits: Any = None
+    for arguments in _CALLS[layout]:
+        logits = _dry_run(model, tree, selection, _Call(*arguments, gathers), findings)
     if not isinstance(logits, mx.array) or logits.ndim != 3 or logits.shape[:2] != (1, 1):
         shape = getattr(logits, "shape", type(logits).__name__)
-        raise UnsupportedModelError(f"{model_type}: logits for one row have the form {shape}")
+        raise _NotThisWayError(f"logits for one row have the form {shape}")
+    stored = sorted(findings.shapes)
+    states = [array for arrays in findings.states for array in arrays if array is not None]
+    dtypes = [findings.dtypes[layer] for layer in stored] or [states[0].dtype]
     return ModelSurvey(
-        groups=groups,
-        layers=tuple(cache.shape for cache in caches if cache.shape is not None),
-        dtype=str(caches[0].dtype).removeprefix("mlx.core."),
+        row_layout=layout,
+        reads_gathers=gathers,
+        groups=tree.groups(stored),
+        layers=tuple(
+            findings.shapes.get(layer, LayerShape(0, 0, 0)) for layer in range(len(tree.kinds))
+        ),
+        state_bytes=sum(array.nbytes // len(array) for array in states),
+        dtype=str(dtypes[0]).removeprefix("mlx.core."),
         vocab_size=logits.shape[-1],
     )
 
 
-def find_groups(model: nn.Module, model_type: str) -> tuple[KVGroup, ...]:
-    """Group layers by the kind of cache that the model makes for them.
-
-    Args:
-        model: One of mlx-lm's.
-        model_type: For messages.
-
-    Raises:
-        UnsupportedModelError: A cache is neither a plain nor a rotating KV cache.
-    """
-    members: dict[int | None, list[int]] = {}
-    for layer, cache in enumerate(make_prompt_cache(model)):
-        # By exact type: a subclass may keep something else.
-        if type(cache) is KVCache:
-            window = None
-        elif type(cache) is RotatingKVCache and cache.keep == 0:
-            window = int(cache.max_size)
-        else:
-            raise UnsupportedModelError(
-                f"{model_type}: layer {layer} keeps {_describe(cache)}, which isn't served yet "
-                "(it needs sequence rows)",
-                hint="run this model with mlx-lm itself",
-            )
-        members.setdefault(window, []).append(layer)
-    if not members:
-        raise UnsupportedModelError(f"{model_type}: the model has no layer caches")
-    return tuple(
-        KVGroup(
-            kind=KVGroupKind.FULL if window is None else KVGroupKind.WINDOW,
-            layers=tuple(layers),
-            window=window,
-        )
-        for window, layers in members.items()
-    )
+def _dry_run(
+    model: nn.Module, tree: CacheTree, selection: RowSelection, call: _Call, findings: _Findings
+) -> Any:
+    caches = [_stand_in(kind, call) for kind in tree.kinds]
+    states = [caches[layer] for layer in tree.state_layers]
+    for cache, arrays in zip(states, findings.states, strict=False):
+        cache.cache = [
+            None if array is None else mx.repeat(array, call.num_sequences, axis=0)
+            for array in arrays
+        ]
+    tokens = mx.zeros((call.num_sequences, call.length), dtype=mx.int32)
+    whole_model: Any = model
+    try:
+        with selection.using(lambda hidden: hidden[:1, -1:]):
+            logits = whole_model(tokens, cache=tree.arrange(caches))
+    except Exception as error:
+        # Anything may come out of model code that meets other arrays than it expects.
+        raise _NotThisWayError(
+            f"the model can't run over {_words(call)}: {first_line(error)}"
+        ) from error
+    for layer, cache in enumerate(caches):
+        if isinstance(cache, _RecordingCache):
+            _note(layer, cache, call, findings)
+    _note_states([cache.cache for cache in states], findings)
+    return logits
 
 
-def _describe(cache: Any) -> str:
-    if type(cache) is RotatingKVCache:
-        return f"its first {cache.keep} tokens and a window (RotatingKVCache)"
-    return f"a cache of the kind {type(cache).__name__}"
+def _words(call: _Call) -> str:
+    if isinstance(call.offset, int):
+        return f"{call.length} tokens of one sequence"
+    return "a position for each row"
+
+
+def _note(layer: int, cache: _RecordingCache, call: _Call, findings: _Findings) -> None:
+    problem = cache.problem
+    if problem is None and cache.shape is not None and not call.gathers and not cache.attended:
+        problem = "does its attention by maths of its own"
+    if problem is None and findings.shapes.setdefault(layer, cache.shape) != cache.shape:  # type: ignore[arg-type]
+        problem = "stores K and V of changing shapes"
+    if problem is not None:
+        raise _NotThisWayError(f"layer {layer} {problem}")
+    if cache.shape is None:
+        del findings.shapes[layer]
+    elif cache.dtype is not None:
+        findings.dtypes[layer] = cache.dtype
+
+
+def _note_states(found: list[list[mx.array | None]], findings: _Findings) -> None:
+    """A state must keep its size, or it couldn't be accounted for."""
+    if findings.states:
+        for before, after in zip(findings.states, found, strict=True):
+            for old, new in zip(before, after, strict=True):
+                if (old is None) != (new is None) or (
+                    old is not None and new is not None and old.shape[1:] != new.shape[1:]
+                ):
+                    raise _NotThisWayError("a layer keeps a state that grows with the text")
+    findings.states = [[None if array is None else array[:1] for array in row] for row in found]
+
+
+def _stand_in(kind: CacheKind, call: _Call) -> Any:
+    if kind.kind is KVGroupKind.STATE:
+        return ArraysCache(kind.num_arrays)
+    return _RecordingCache(kind.window, call)
 
 
 class _RecordingCache:
-    """A layer cache that notes what the model does with it and hands its input back."""
+    """A layer cache that notes what the model does with it."""
 
-    def __init__(self, window: int | None) -> None:
+    def __init__(self, window: int | None, call: _Call) -> None:
         self.window = window
-        self.offset = mx.arange(_NUM_ROWS, dtype=mx.int32)
+        self.call = call
         self.shape: LayerShape | None = None
         self.dtype: mx.Dtype | None = None
         self.attended = False
         self.problem: str | None = None
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
         self._fetched: tuple[mx.array, mx.array] | None = None
 
+    @property
+    def offset(self) -> Any:
+        added = 0 if self.shape is None else self.call.length
+        offset = self.call.offset
+        return offset + added if isinstance(offset, int) else mx.array(offset) + added
+
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        call = self.call
         if self.shape is not None:
             self.problem = "stores K and V twice in one pass"
-        if keys.shape[0] != _NUM_ROWS or keys.shape[2] != 1 or keys.shape[:3] != values.shape[:3]:
+        is_right = keys.shape[0] == call.num_sequences and keys.shape[2] == call.length
+        if not is_right or keys.shape[:3] != values.shape[:3]:
             self.problem = f"stores K and V of the shapes {keys.shape} and {values.shape}"
-        self.shape = LayerShape(keys.shape[1], keys.shape[3], values.shape[3])
+        # A cache of keys only stores them twice: a pool array can't be empty.
+        v_head_dim = values.shape[3] or keys.shape[3]
+        self.shape = LayerShape(keys.shape[1], keys.shape[3], v_head_dim)
         self.dtype = keys.dtype
-        self._fetched = (keys, values)
+        # Where they only stand for the blocks, their shapes let no maths of the model's own pass.
+        length = call.num_tokens if call.gathers else 1
+        lead = keys.shape[:2] if call.gathers else (3, 5, 7)
+        self._fetched = (
+            mx.zeros((*lead, length, keys.shape[3]), keys.dtype),
+            mx.zeros((*lead, length, values.shape[3]), values.dtype),
+        )
+        self.keys, self.values = self._fetched
+        return self._fetched
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        assert self._fetched is not None
         return self._fetched
 
     def attend_blocks(
@@ -153,16 +252,27 @@ class _RecordingCache:
         keys: mx.array,
         values: mx.array,
         scale: float,
+        mask: Any,
         sinks: mx.array | None,
     ) -> mx.array | None:
         if self._fetched is None or keys is not self._fetched[0] or values is not self._fetched[1]:
             return None
+        if not (mask is None or (isinstance(mask, mx.array) and mask.dtype == mx.bool_)):
+            return None
         self.attended = True
-        return mx.zeros((*queries.shape[:3], values.shape[3]), dtype=queries.dtype)
+        assert self.shape is not None
+        return mx.zeros((*queries.shape[:3], self.shape.v_head_dim), dtype=queries.dtype)
 
     def make_mask(
         self, num_tokens: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | None:
-        if window_size is not None and window_size != self.window:
-            self.problem = f"masks to a window of {window_size}, but keeps {self.window or 'all'}"
-        return mx.ones((_NUM_ROWS, 1, 1, 1), dtype=mx.bool_) if return_array else None
+        call, window = self.call, self.window
+        narrows = window is None or (window_size is not None and window_size < window)
+        if window_size not in (None, window) and not (call.gathers and narrows):
+            self.problem = f"masks to a window of {window_size}, but keeps {window or 'all'}"
+        if call.gathers:
+            shape = (call.length, call.num_tokens)
+            if call.num_sequences > 1:
+                shape = (call.num_sequences, 1, *shape)
+            return mx.ones(shape, dtype=mx.bool_)
+        return mx.ones((call.num_sequences, 1, 1, 1), dtype=mx.bool_) if return_array else None

@@ -148,14 +148,14 @@ def test_a_step_with_ids_outside_the_pool_or_repeated_slots_is_refused(store: KV
         store.check(0, replace(arrays, slot_mapping=np.array([4, 7, 4])))
 
 
-def test_layers_with_a_recurrent_state_have_no_place_in_the_pool() -> None:
+def test_layers_of_no_group_have_no_place_in_the_pool() -> None:
     layout = KVLayout(
         block_size=BLOCK_SIZE,
         dtype="float32",
         layers=(LayerShape(1, 2, 2), LayerShape(0, 0, 0)),
-        groups=(KVGroup(KVGroupKind.FULL, (0,)), KVGroup(KVGroupKind.STATE, (1,))),
+        groups=(KVGroup(KVGroupKind.FULL, (0,)),),
     )
-    store = KVStore(layout, (2, 2))
+    store = KVStore(layout, (2,))
     with pytest.raises(KeyError):
         store.gather(1, mx.array([[0]], dtype=mx.int32))
 

@@ -9,26 +9,32 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx_lm.models import base, llama
-from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import (
+    ConcatenateKVCache,
+    KVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
 
 from pagedmlx.core.groups import KVGroupKind
 from pagedmlx.errors import UnsupportedModelError
 from pagedmlx.kv.layout import LayerShape
 from pagedmlx.kv.store import KVStore
 from pagedmlx.models.adapter import ModelAdapter
-from pagedmlx.models.layer_cache import RowLayout
+from pagedmlx.models.parts import RowLayout
 from pagedmlx.ops import make_backend
 from tests.support.paged_run import PagedRun
 from tests.support.tiny_models import (
     CONFIGS,
-    REFUSED_CONFIGS,
+    GATHERED,
+    HYBRID,
     VOCAB_SIZE,
     WINDOW,
     build_model,
     tiny_model,
 )
 
-NAMES = sorted(CONFIGS)
+NAMES = (*sorted(CONFIGS), *GATHERED, *HYBRID)
 
 
 def expected_logits(model: Any, tokens: np.ndarray) -> np.ndarray:
@@ -153,35 +159,30 @@ def test_decoding_never_copies_the_pool() -> None:
         assert mx.get_peak_memory() - before < pool_array_bytes / 4
 
 
-@pytest.mark.parametrize("name", sorted(REFUSED_CONFIGS))
-def test_models_that_cannot_be_paged_are_refused_by_name(name: str) -> None:
-    loaded = tiny_model(name)
-    with pytest.raises(UnsupportedModelError, match=name):
-        ModelAdapter(loaded, make_backend("auto"))
-
-
 @pytest.mark.parametrize(
     ("cache", "words"),
     [
-        (ArraysCache(2), "ArraysCache"),
+        (ConcatenateKVCache(), "ConcatenateKVCache"),
         (RotatingKVCache(max_size=8, keep=4), "first 4 tokens"),
     ],
 )
 def test_kinds_of_cache_that_cannot_be_paged_are_named(cache: Any, words: str) -> None:
     loaded = tiny_model()
     loaded.model.make_cache = lambda: [cache, *(KVCache() for _ in range(3))]
-    with pytest.raises(UnsupportedModelError, match=words):
+    with pytest.raises(UnsupportedModelError, match=f"llama: layer 0 keeps .*{words}"):
         ModelAdapter(loaded, make_backend("auto"))
 
 
-@pytest.mark.parametrize("kept", [None, WINDOW - 1, WINDOW + 1])
-def test_a_window_that_the_caches_do_not_know_is_refused(kept: int | None) -> None:
+@pytest.mark.parametrize("kept", [WINDOW - 1, WINDOW + 1])
+def test_a_window_that_the_caches_do_not_know_leaves_masking_to_the_model(kept: int) -> None:
     loaded = tiny_model("llama_window")
-    loaded.model.make_cache = lambda: [
-        KVCache() if kept is None else RotatingKVCache(max_size=kept) for _ in range(4)
-    ]
-    with pytest.raises(UnsupportedModelError, match=f"window of {WINDOW}"):
-        ModelAdapter(loaded, make_backend("auto"))
+    loaded.model.make_cache = lambda: [RotatingKVCache(max_size=kept) for _ in range(4)]
+    if kept < WINDOW:
+        with pytest.raises(UnsupportedModelError, match=f"window of {WINDOW}"):
+            ModelAdapter(loaded, make_backend("auto"))
+    else:
+        with ModelAdapter(loaded, make_backend("auto")) as adapter:
+            assert adapter.reads_gathers
 
 
 def test_a_model_without_a_body_of_its_own_is_refused() -> None:

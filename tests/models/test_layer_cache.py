@@ -7,7 +7,8 @@ import pytest
 from pagedmlx.core.groups import KVGroup, KVGroupKind
 from pagedmlx.kv.layout import KVLayout, LayerShape
 from pagedmlx.kv.store import KVStore
-from pagedmlx.models.layer_cache import GroupRows, TokenRowCache
+from pagedmlx.models.layer_cache import GroupRows, LayerCache
+from pagedmlx.models.parts import token_rows
 from pagedmlx.ops import make_backend
 from pagedmlx.ops.base import upload
 from tests.support.batches import make_batch
@@ -30,8 +31,8 @@ class Step:
         rng = np.random.default_rng(0)
         self.host = make_batch(SPANS, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, rng=rng)
         self.store = KVStore(layout, (NUM_BLOCKS,), fill=float("nan"))
-        rows = GroupRows(self.store, make_backend("auto"), upload(self.host), 0, window)
-        self.cache = TokenRowCache(0, rows)
+        rows = GroupRows(self.store, make_backend("auto"), token_rows(upload(self.host)), 0, window)
+        self.cache = LayerCache(0, rows)
         num_rows = self.host.num_rows
         self.keys = rng.normal(size=(num_rows, HEADS, 1, K_DIM)).astype(np.float32)
         self.values = rng.normal(size=(num_rows, HEADS, 1, V_DIM)).astype(np.float32)
@@ -46,7 +47,7 @@ def test_attention_reads_what_was_written_through_the_blocks(window: int | None)
     keys, values = step.update()
     queries = mx.random.normal((step.host.num_rows, 4, 1, K_DIM), key=mx.random.key(1))
     assert not step.cache.attended
-    output = step.cache.attend_blocks(queries, keys, values, 0.3, None)
+    output = step.cache.attend_blocks(queries, keys, values, 0.3, None, None)
     assert output is not None
     assert step.cache.attended
     for first, last in zip(step.host.query_start_loc, step.host.query_start_loc[1:], strict=False):
@@ -66,12 +67,12 @@ def test_only_the_arrays_that_were_fetched_stand_for_the_blocks() -> None:
     step = Step(None)
     queries = mx.zeros((step.host.num_rows, 4, 1, K_DIM))
     keys = mx.zeros((step.host.num_rows, HEADS, 1, K_DIM))
-    assert step.cache.attend_blocks(queries, keys, keys, 1.0, None) is None
+    assert step.cache.attend_blocks(queries, keys, keys, 1.0, None, None) is None
     keys, values = step.update()
-    assert step.cache.attend_blocks(queries, keys * 2, values, 1.0, None) is None
-    assert step.cache.attend_blocks(queries, keys, values * 2, 1.0, None) is None
+    assert step.cache.attend_blocks(queries, keys * 2, values, 1.0, None, None) is None
+    assert step.cache.attend_blocks(queries, keys, values * 2, 1.0, None, None) is None
     assert not step.cache.attended
-    assert step.cache.attend_blocks(queries, keys, values, 1.0, None) is not None
+    assert step.cache.attend_blocks(queries, keys, values, 1.0, None, None) is not None
 
 
 def test_a_model_takes_it_for_a_plain_cache_with_a_position_for_each_row() -> None:
@@ -84,3 +85,5 @@ def test_a_model_takes_it_for_a_plain_cache_with_a_position_for_each_row() -> No
     assert mask is not None
     assert mask.all()
     np.testing.assert_array_equal(np.array(step.cache.offset), step.host.positions)
+    step.update()
+    np.testing.assert_array_equal(np.array(step.cache.offset), step.host.positions + 1)

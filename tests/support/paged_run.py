@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 
 import mlx.core as mx
 import numpy as np
 
 from pagedmlx.core.batch import NO_BLOCK, BatchArrays, GroupArrays
+from pagedmlx.core.request import Request
+from pagedmlx.core.sampling_params import SamplingParams
+from pagedmlx.core.sequence import Sequence
 from pagedmlx.kv.store import KVStore
 from pagedmlx.models.adapter import ModelAdapter
 from pagedmlx.ops.base import upload
@@ -34,9 +37,15 @@ class PagedRun:
         ]
         self.store = KVStore(adapter.layout, self.num_blocks, fill=float("nan"))
         self.lengths = [0] * num_sequences
+        self.sequences = [
+            Sequence(index, Request(str(index), (0,), SamplingParams()), 0, [], ())
+            for index in range(num_sequences)
+        ]
 
     def step(
-        self, parts: Sequence[tuple[int, Sequence[int]]], sampling: Sequence[int] | None = None
+        self,
+        parts: abc.Sequence[tuple[int, abc.Sequence[int]]],
+        sampling: abc.Sequence[int] | None = None,
     ) -> np.ndarray:
         """Compute each sequence's next tokens; logits of the last of each part in ``sampling``.
 
@@ -56,7 +65,7 @@ class PagedRun:
         if sampling is not None and not sampling:
             rows = []
         batch = BatchArrays(
-            sequences=(),
+            sequences=tuple(self.sequences[sequence] for sequence, _ in parts),
             num_decodes=int(np.count_nonzero(counts == 1)),
             token_ids=np.concatenate([tokens for _, tokens in parts]).astype(np.int32),
             positions=positions,
@@ -77,7 +86,7 @@ class PagedRun:
     def _group(
         self,
         table: np.ndarray,
-        parts: Sequence[tuple[int, Sequence[int]]],
+        parts: abc.Sequence[tuple[int, abc.Sequence[int]]],
         ends: np.ndarray,
         owners: np.ndarray,
         positions: np.ndarray,

@@ -14,9 +14,8 @@ from mlx.utils import tree_flatten, tree_map
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from pagedmlx.models.loader import LoadedModel
+from tests.support.model_zoo import VOCAB_SIZE, WINDOW, zoo_config
 
-VOCAB_SIZE = 320
-WINDOW = 12
 END_OF_TURN = "<|end|>"
 
 _BASE: Mapping[str, Any] = {
@@ -94,41 +93,13 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "layer_types": _WINDOW_TYPES,
     },
 }
-"""Models that run over the paged cache, by a name of ours."""
+"""Models whose attention is on the blocks alone, by a name of ours."""
 
-REFUSED_CONFIGS: Mapping[str, Mapping[str, Any]] = {
-    "gemma2": {
-        **_BASE,
-        "model_type": "gemma2",
-        "query_pre_attn_scalar": 8,
-    },
-    "deepseek_v3": {
-        **_BASE,
-        "model_type": "deepseek_v3",
-        "kv_lora_rank": 16,
-        "q_lora_rank": 16,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 8,
-        "n_routed_experts": None,
-    },
-    "mamba2": {
-        **_BASE,
-        "model_type": "mamba2",
-        "num_heads": 4,
-        "state_size": 16,
-        "conv_kernel": 4,
-        "n_groups": 1,
-        "use_bias": False,
-        "use_conv_bias": True,
-        "time_step_limit": [0.0, 1.0],
-        "time_step_rank": 4,
-        "layer_norm_epsilon": 1e-5,
-        "ssm_state_size": 16,
-        "max_position_embeddings": 4096,
-    },
-}
-"""Models that mlx-lm runs and the paged engine refuses by name."""
+GATHERED = ("deepseek_v3", "gemma4_text", "plamo", "smollm3")
+"""Model types that read K and V themselves."""
+
+HYBRID = ("falcon_h1", "kimi_linear", "lfm2", "mamba2", "qwen3_5", "rwkv7")
+"""Model types with a recurrent state."""
 
 
 def build_model(config: Mapping[str, Any], seed: int = 0) -> nn.Module:
@@ -152,15 +123,15 @@ def build_model(config: Mapping[str, Any], seed: int = 0) -> nn.Module:
 
 
 def tiny_model(name: str = "llama", seed: int = 0) -> LoadedModel:
-    """One of ``CONFIGS`` or ``REFUSED_CONFIGS`` as if it had been loaded."""
-    config = {**CONFIGS, **REFUSED_CONFIGS}[name]
+    """One of ``CONFIGS`` or of mlx-lm's model types as if it had been loaded."""
+    config = CONFIGS[name] if name in CONFIGS else zoo_config(name)
     model = build_model(config, seed)
     return LoadedModel(
         model=model,
         config=config,
         path=Path(name),
         model_type=config["model_type"],
-        max_model_len=config["max_position_embeddings"],
+        max_model_len=config.get("max_position_embeddings"),
         eos_token_ids=frozenset({1}),
         gguf_metadata=None,
         dtype="float32",
