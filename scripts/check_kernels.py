@@ -275,6 +275,9 @@ class _Forgetful:
     def first_token(self) -> mx.array:
         return self._nothing
 
+    def adopt(self, pool: LayerPool) -> LayerPool:
+        return self.inner.adopt(pool)
+
     def write(
         self,
         pool: LayerPool,
