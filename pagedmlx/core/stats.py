@@ -40,6 +40,7 @@ class EngineStats:
             sequence waited for blocks; None when none ever did.
         block_bytes: Bytes of one block over all groups and layers.
         pool_bytes: Bytes of the whole pool.
+        state_bytes: Bytes set aside for recurrent states, beside the pool.
     """
 
     block_size: int = 0
@@ -69,3 +70,4 @@ class EngineStats:
     mean_fill_while_waiting: float | None = None
     block_bytes: int = 0
     pool_bytes: int = 0
+    state_bytes: int = 0

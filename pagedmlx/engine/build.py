@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 
 import mlx.core as mx
 
@@ -74,12 +75,14 @@ def build_engine(
                 on_progress("compiling kernels", done / len(WARM_UP_CONTEXTS))
                 warm_up(adapter, writer, context_len)
         on_progress("allocating the pool", None)
+        config = replace(config, max_num_seqs=plan.max_num_seqs)
         store = _allocate(adapter, plan, config, writer)
         kv = KVManager(
             adapter.layout.groups,
             plan.num_blocks,
             config.block_size,
-            enable_prefix_caching=config.enable_prefix_caching,
+            # A recurrent state is known at one place of a text only, so blocks alone are no help.
+            enable_prefix_caching=config.enable_prefix_caching and not plan.state_bytes,
             salts=(loaded.model_id, adapter.layout.dtype),
         )
         engine = Engine(
@@ -90,11 +93,13 @@ def build_engine(
             limits,
             block_bytes=plan.block_bytes,
             pool_bytes=plan.pool_bytes,
+            state_bytes=plan.state_bytes,
             notes=(
                 f"device: {'GPU' if on_gpu else 'CPU'}, weights in {loaded.dtype}",
                 *notes,
                 *attention,
                 *_pool_notes(plan, limits),
+                *_state_notes(plan, config),
                 *loaded.sampling.notes,
             ),
             sampling_defaults=loaded.sampling.values,
@@ -115,10 +120,11 @@ def _adapt(
         UnsupportedModelError: None of them does.
     """
     paths = attention_paths(config.attention_backend)
-    layouts = list(RowLayout)
     problem: UnsupportedModelError | None = None
+    layouts = list(RowLayout)
     while layouts:
         notes: list[str] = []
+        tried = layouts[-1]
         for path in paths:
             try:
                 adapter = ModelAdapter(
@@ -131,6 +137,7 @@ def _adapt(
             except UnsupportedModelError as error:
                 raise problem or error from error
             undo.enter_context(adapter)
+            tried = adapter.row_layout
             try:
                 probe = probe_model(adapter, path.writer)
             except UnsupportedModelError as error:
@@ -141,7 +148,7 @@ def _adapt(
             notes.append(_attention_note(adapter, probe))
             return adapter, path.writer, notes
         # The next way to lay out rows may suit the model where this one did not.
-        layouts = layouts[layouts.index(adapter.row_layout) + 1 :]
+        layouts = layouts[layouts.index(tried) + 1 :]
     assert problem is not None, "there is always a path"
     raise problem
 
@@ -175,6 +182,18 @@ def _pool_notes(plan: PoolPlan, limits: EngineLimits) -> list[str]:
             f"context: {limits.max_len} tokens, all that the pool holds "
             f"(the model has {limits.max_model_len})"
         )
+    return notes
+
+
+def _state_notes(plan: PoolPlan, config: EngineConfig) -> list[str]:
+    if not plan.state_bytes:
+        return []
+    notes = [
+        f"states: at most {plan.max_num_seqs} sequences at once, "
+        f"{plan.state_bytes / 2**20:.1f} MiB for their recurrent states"
+    ]
+    if config.enable_prefix_caching:
+        notes.append("prefix cache: off, as a recurrent state can't be shared by its blocks")
     return notes
 
 

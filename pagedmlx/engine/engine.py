@@ -78,6 +78,7 @@ class Engine:
         limits: What a request may ask for.
         block_bytes: Bytes of one block, for statistics.
         pool_bytes: Bytes of the pool, for statistics.
+        state_bytes: Bytes set aside for recurrent states, for statistics.
         notes: Lines about how the engine was set up, for the user.
         sampling_defaults: Fields of ``SamplingParams`` that the model's maker recommends; front
             ends put them into requests that say nothing about them.
@@ -94,6 +95,7 @@ class Engine:
         *,
         block_bytes: int = 0,
         pool_bytes: int = 0,
+        state_bytes: int = 0,
         notes: tuple[str, ...] = (),
         sampling_defaults: Mapping[str, float] | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -107,6 +109,7 @@ class Engine:
         self._runner = runner
         self._block_bytes = block_bytes
         self._pool_bytes = pool_bytes
+        self._state_bytes = state_bytes
         self._clock = clock
         self._live: dict[str, _Live] = {}
         self._under_way: deque[Step] = deque()
@@ -198,7 +201,10 @@ class Engine:
     def stats(self) -> EngineStats:
         """A snapshot of all counts."""
         return dataclasses.replace(
-            self._scheduler.stats(), block_bytes=self._block_bytes, pool_bytes=self._pool_bytes
+            self._scheduler.stats(),
+            block_bytes=self._block_bytes,
+            pool_bytes=self._pool_bytes,
+            state_bytes=self._state_bytes,
         )
 
     def check_integrity(self) -> None:

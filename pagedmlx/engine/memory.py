@@ -19,6 +19,9 @@ MAX_DEFAULT_POOL_BYTES = {"cpu": 1 << 30, "gpu": 4 << 30}
 
 CPU_HEADROOM_BYTES = 1 << 30
 
+STATE_ONLY_TOKENS = 1 << 20
+"""Tokens that the pool counts for a model that keeps no K and V: its blocks take no memory."""
+
 
 @dataclass(frozen=True, slots=True)
 class PoolPlan:
@@ -29,12 +32,16 @@ class PoolPlan:
         block_bytes: Bytes of one block over all groups.
         pool_bytes: Bytes of all blocks.
         capacity_tokens: Longest sequence that fits when it has the pool to itself.
+        max_num_seqs: Sequences that may run at once, as set or as many as there is memory for.
+        state_bytes: Set aside for the recurrent states of that many sequences.
     """
 
     num_blocks: tuple[int, ...]
     block_bytes: int
     pool_bytes: int
     capacity_tokens: int
+    max_num_seqs: int
+    state_bytes: int = 0
 
 
 def device_memory_bytes() -> int:
@@ -82,6 +89,9 @@ def plan_pool(
 ) -> PoolPlan:
     """Size the pool: ``num_blocks`` if set, else ``kv_cache_memory``, else what is left over.
 
+    Recurrent states come out of the same memory, and on top of a given number of blocks. They take
+    up to half of it; with less room fewer sequences may run at once.
+
     Args:
         config: The user's wishes.
         layout: What a block costs.
@@ -105,25 +115,36 @@ def plan_pool(
         left = share - parameter_bytes - headroom_bytes
         available = min(left, MAX_DEFAULT_POOL_BYTES["gpu" if on_gpu else "cpu"])
         field = "gpu_memory_utilization"
-    num_blocks = available // block_bytes
+    max_num_seqs = config.max_num_seqs
+    if layout.state_bytes and config.num_blocks is None:
+        for_states = available // 2 if block_bytes else available
+        max_num_seqs = max(1, min(max_num_seqs, for_states // layout.state_bytes))
+        available -= max_num_seqs * layout.state_bytes
+    state_bytes = max_num_seqs * layout.state_bytes
+    num_blocks = config.num_blocks or STATE_ONLY_TOKENS // layout.block_size
+    if block_bytes:
+        num_blocks = available // block_bytes
     pool_bytes = num_blocks * block_bytes
-    if num_blocks < 1:
+    if available < block_bytes:
+        state = f" beside a state of {layout.state_bytes}" if layout.state_bytes else ""
         raise InvalidRequestError(
             field,
-            f"leaves {max(available, 0)} bytes for the pool, but one block takes {block_bytes} "
-            f"(the weights take {parameter_bytes} of {device_bytes})",
+            f"leaves {max(available, 0)} bytes for the pool, but one block takes {block_bytes}"
+            f"{state} (the weights take {parameter_bytes} of {device_bytes})",
             hint="ask for more, or take a smaller model",
         )
-    if pool_bytes + parameter_bytes > device_bytes:
+    if pool_bytes + state_bytes + parameter_bytes > device_bytes:
         raise InvalidRequestError(
             field,
-            f"asks for {pool_bytes} bytes of blocks beside {parameter_bytes} of weights, "
-            f"but the device has {device_bytes}",
-            hint="ask for fewer blocks or less memory",
+            f"asks for {pool_bytes + state_bytes} bytes of blocks and states beside "
+            f"{parameter_bytes} of weights, but the device has {device_bytes}",
+            hint="ask for fewer blocks, fewer sequences or less memory",
         )
     return PoolPlan(
         num_blocks=(num_blocks,) * len(layout.groups),
         block_bytes=block_bytes,
         pool_bytes=pool_bytes,
         capacity_tokens=num_blocks * layout.block_size,
+        max_num_seqs=max_num_seqs,
+        state_bytes=state_bytes,
     )

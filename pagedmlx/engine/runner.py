@@ -58,6 +58,7 @@ class ModelRunner:
 
     def dispatch(self, step: Step) -> None:
         """Start a step; where the pool is updated functionally, it is done on return."""
+        self._store.states.drop(step.freed)
         host = build_batch(step, self._store.layout.block_size)
         for group, arrays in enumerate(host.groups):
             self._store.check(group, arrays)

@@ -135,7 +135,8 @@ def _expected(adapter: ModelAdapter, prompt: Tokens) -> tuple[list[mx.array], li
     logits = [adapter.last_logits(mx.array(prompt.astype(np.int32)), caches)]
     tokens: list[int] = []
     for _ in range(NUM_DECODES):
-        tokens.append(int(mx.argmax(logits[-1]).item()))
+        token: Any = mx.argmax(logits[-1]).item()
+        tokens.append(token)
         logits.append(adapter.last_logits(mx.array(tokens[-1:]), caches))
     return logits, tokens
 

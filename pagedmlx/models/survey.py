@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
@@ -48,7 +48,7 @@ class _Call:
     num_sequences: int
     length: int
     offset: int | tuple[int, ...]
-    gathers: bool
+    gathers: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -57,9 +57,9 @@ class _Call:
 
 
 _CALLS = {
-    RowLayout.TOKEN_ROWS: [(2, 1, (0, 1))],
-    RowLayout.SEQUENCE_ROWS: [(1, 3, 0), (2, 1, (3, 4))],
-    RowLayout.SINGLE_ROWS: [(1, 3, 0), (1, 1, 3)],
+    RowLayout.TOKEN_ROWS: [_Call(2, 1, (0, 1))],
+    RowLayout.SEQUENCE_ROWS: [_Call(1, 3, 0), _Call(2, 1, (3, 4))],
+    RowLayout.SINGLE_ROWS: [_Call(1, 3, 0), _Call(1, 1, 3)],
 }
 
 
@@ -115,8 +115,8 @@ def _try(
 ) -> ModelSurvey:
     findings = _Findings()
     logits: Any = None
-    for arguments in _CALLS[layout]:
-        logits = _dry_run(model, tree, selection, _Call(*arguments, gathers), findings)
+    for call in _CALLS[layout]:
+        logits = _dry_run(model, tree, selection, replace(call, gathers=gathers), findings)
     if not isinstance(logits, mx.array) or logits.ndim != 3 or logits.shape[:2] != (1, 1):
         shape = getattr(logits, "shape", type(logits).__name__)
         raise _NotThisWayError(f"logits for one row have the form {shape}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -59,5 +60,6 @@ def find_context(
     slots = blocks.astype(np.int64) * block_size + tokens % block_size
     mask = None
     if positions.shape[1] > 1 or not seen.all():
-        mask = mx.array(seen[0] if num_seqs == 1 else seen[:, None])
+        shown: Any = seen[0] if num_seqs == 1 else seen[:, None]
+        mask = mx.array(shown)
     return Context(mx.array(slots), mask)

@@ -34,7 +34,7 @@ def plan(weights: int = GIB, device: int = 8 * GIB, **settings: Any) -> PoolPlan
 
 def test_the_number_of_blocks_goes_before_everything_else():
     pool = plan(num_blocks=10, kv_cache_memory=GIB)
-    assert pool == PoolPlan((10, 10), BLOCK_BYTES, 10 * BLOCK_BYTES, 160)
+    assert pool == PoolPlan((10, 10), BLOCK_BYTES, 10 * BLOCK_BYTES, 160, 64)
 
 
 def test_a_number_of_bytes_is_never_exceeded():
