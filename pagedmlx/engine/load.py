@@ -51,6 +51,7 @@ def _load(config: EngineConfig, report: ProgressCallback, blas: str) -> Engine:
         resolved.path,
         dtype=config.dtype,
         trust_remote_code=config.trust_remote_code,
+        max_bytes=_max_weight_bytes(config),
         on_progress=report,
     )
     on_gpu = mx.default_device() == mx.Device(mx.gpu)
@@ -61,6 +62,15 @@ def _load(config: EngineConfig, report: ProgressCallback, blas: str) -> Engine:
         notes=() if on_gpu else (blas,),
         on_progress=report,
     )
+
+
+def _max_weight_bytes(config: EngineConfig) -> int:
+    from pagedmlx.engine.memory import device_memory_bytes
+
+    # A pool of a given size may use what the share leaves to others.
+    is_pool_given = config.num_blocks is not None or config.kv_cache_memory is not None
+    share = 1.0 if is_pool_given else config.gpu_memory_utilization
+    return int(device_memory_bytes() * share)
 
 
 def _load_tokenizer(loaded: LoadedModel, config: EngineConfig) -> Tokenizer:

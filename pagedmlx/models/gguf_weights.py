@@ -14,23 +14,33 @@ import numpy as np
 from pagedmlx.errors import ModelLoadError, first_line
 from pagedmlx.models.gguf import GGUFHeader, TensorInfo, read_header
 from pagedmlx.models.gguf_models import ROPE_FACTORS, GGUFModel, describe
+from pagedmlx.models.weights import check_memory
 
 _BITS = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8}
 _GROUP_SIZE = 32
 
 
-def load_gguf(path: Path) -> tuple[nn.Module, dict[str, Any], Mapping[str, Any]]:
+def load_gguf(
+    path: Path, max_bytes: int | None = None
+) -> tuple[nn.Module, dict[str, Any], Mapping[str, Any]]:
     """Load a ``.gguf`` file; quantised tensors keep their bits, in MLX's layout.
+
+    Args:
+        path: The file.
+        max_bytes: Most that its tensors may take.
 
     Returns:
         The model, its config as mlx-lm would have it, and the file's metadata.
 
     Raises:
-        ModelLoadError: The file is damaged.
+        ModelLoadError: The file is damaged, or memory is too small.
         UnsupportedModelError: An architecture or tensor type that isn't run.
     """
     header = read_header(path)
     described = describe(header, path.name)
+    # MLX reads a whole GGUF file at once.
+    num_bytes = sum(tensor.num_bytes for tensor in header.tensors.values())
+    check_memory(num_bytes, max_bytes, f"{path.name}: its weights")
     tensors = _read_tensors(path, header)
     config = dict(described.config)
     module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")

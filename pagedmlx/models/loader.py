@@ -16,7 +16,13 @@ import mlx.nn as nn
 from pagedmlx.errors import ModelLoadError, ModelNotFoundError, UnsupportedModelError, first_line
 from pagedmlx.models.generation import SamplingDefaults, end_token_ids, sampling_defaults
 from pagedmlx.models.gguf_weights import load_gguf
-from pagedmlx.models.weights import cast_parameters, dequantize, main_dtype, named_parameters
+from pagedmlx.models.weights import (
+    cast_parameters,
+    check_memory,
+    dequantize,
+    main_dtype,
+    named_parameters,
+)
 from pagedmlx.progress import ProgressCallback, ignore_progress
 
 DTYPES: Mapping[str, mx.Dtype] = {
@@ -71,6 +77,7 @@ def load_model(
     *,
     dtype: str = "auto",
     trust_remote_code: bool = False,
+    max_bytes: int | None = None,
     on_progress: ProgressCallback | None = None,
 ) -> LoadedModel:
     """Load a folder that mlx-lm can load, or a ``.gguf`` file.
@@ -80,11 +87,13 @@ def load_model(
         dtype: ``auto`` keeps the file's type, and is float32 on the CPU, where quantised weights
             are expanded too (its float32 matrix product is by far the fastest).
         trust_remote_code: Run a Python file that the config names as the model's code.
+        max_bytes: Most memory that the weights may take, in the form in which they are computed
+            with; None is no limit.
         on_progress: Told what is being done.
 
     Raises:
         ModelNotFoundError: Nothing is at the path.
-        ModelLoadError: Files are missing or damaged.
+        ModelLoadError: Files are missing or damaged, or memory is too small.
         UnsupportedModelError: A model type, tensor type or code that isn't run.
     """
     path = Path(path).expanduser().resolve()
@@ -102,16 +111,22 @@ def load_model(
         model, config = _load_folder(path, trust_remote_code)
         generation = _read_json(path / "generation_config.json", required=False)
     else:
-        model, config, gguf_metadata = load_gguf(path)
+        model, config, gguf_metadata = load_gguf(path, max_bytes)
+    hint = ""
     if on_cpu and wanted == mx.float32:
-        dequantize(model)
+        if dequantize(model) and dtype == "auto":
+            hint = "--dtype float16 keeps them quantised; or take a smaller model"
     elif wanted is None and gguf_metadata is not None:
         # Norms are float32 in every GGUF file and would lift all activations to it.
         wanted = main_dtype(model)
     if wanted is not None:
         cast_parameters(model, wanted)
-    parameter_bytes = _evaluate(model, path, report)
+    # Nothing has been read so far: MLX's arrays are lazy.
+    parameter_bytes = sum(array.nbytes for _, array in named_parameters(model))
     dtype_name = str(wanted or main_dtype(model)).removeprefix("mlx.core.")
+    what = f"{path.name}: its weights in {dtype_name}"
+    check_memory(parameter_bytes, max_bytes, what, hint=hint)
+    _evaluate(model, path, parameter_bytes, report)
     return LoadedModel(
         model=model,
         config=config,
@@ -177,10 +192,9 @@ def _check_weight_files(path: Path) -> None:
         )
 
 
-def _evaluate(model: nn.Module, path: Path, report: ProgressCallback) -> int:
-    """Bring the weights into memory, a few at a time, and return their size in bytes."""
+def _evaluate(model: nn.Module, path: Path, total: int, report: ProgressCallback) -> None:
+    """Bring the weights, ``total`` bytes, into memory, a few at a time."""
     parameters = [array for _, array in named_parameters(model)]
-    total = sum(array.nbytes for array in parameters)
     done = 0
     try:
         for batch in _batches(parameters):
@@ -192,7 +206,6 @@ def _evaluate(model: nn.Module, path: Path, report: ProgressCallback) -> int:
             f"{path.name}: its weights can't be read: {first_line(error)}",
             hint="the files are damaged, or memory is too small",
         ) from error
-    return total
 
 
 def _batches(arrays: list[mx.array], max_bytes: int = 1 << 28) -> Iterator[list[mx.array]]:

@@ -235,6 +235,15 @@ def test_an_absurd_tensor_is_one_clear_error(
         load_model(file.write(tmp_path / "m.gguf"))
 
 
+def test_a_file_bigger_than_memory_is_refused_before_mlx_sees_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny_llama_gguf()[0].write(tmp_path / "m.gguf")
+    monkeypatch.setattr(mx, "load", None)
+    with pytest.raises(ModelLoadError, match=r"weights take 80\.6 KiB of memory, and 1000 B are"):
+        load_model(path, max_bytes=1000)
+
+
 def test_strings_and_arrays_that_run_past_the_end_are_errors(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     head = b"GGUF" + struct.pack("<IQQ", 3, 0, 1)

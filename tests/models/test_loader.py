@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
+from pagedmlx import LLM
+from pagedmlx.engine import memory
 from pagedmlx.errors import ModelLoadError, ModelNotFoundError, UnsupportedModelError
 from pagedmlx.models.adapter import ModelAdapter
 from pagedmlx.models.loader import load_model
@@ -124,6 +126,65 @@ def test_a_bfloat16_folder_becomes_float32_on_the_cpu_unless_asked(folder: Path)
     assert kept.dtype == "bfloat16"
     with ModelAdapter(kept, make_backend("auto")) as adapter:
         assert adapter.layout.dtype == "bfloat16"
+
+
+def huge_folder(folder: Path, num_bytes: int) -> Path:
+    """A folder whose embedding has that size: a file with a hole, which takes no room."""
+    path, name = folder / "model.safetensors", "model.embed_tokens.weight"
+    data = path.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    tensors = json.loads(data[8:start])
+    end = len(data) - start
+    rows, width = num_bytes // 128, 32
+    offsets = [end, end + 4 * rows * width]
+    tensors[name] = {"dtype": "F32", "shape": [rows, width], "data_offsets": offsets}
+    header = json.dumps(tensors).encode()
+    with open(path, "wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header + data[start:])
+        file.truncate(8 + len(header) + offsets[1])
+    edit_config(folder, vocab_size=rows, tie_word_embeddings=True)
+    return folder
+
+
+def test_a_model_bigger_than_memory_is_refused_with_the_numbers_before_it_is_read(
+    folder: Path,
+) -> None:
+    huge_folder(folder, 128 * 2**30)
+    with pytest.raises(ModelLoadError) as caught:
+        load_model(folder, max_bytes=8 * 2**30)
+    assert "its weights in float32 take 128.0 GiB of memory, and 8.0 GiB are" in str(caught.value)
+    assert "smaller" in caught.value.hint
+    with pytest.raises(ModelLoadError, match=r"in bfloat16 take 64\.0 GiB"):
+        load_model(folder, dtype="bfloat16", max_bytes=8 * 2**30)
+
+
+@pytest.mark.parametrize(
+    ("settings", "room"), [({"gpu_memory_utilization": 0.5}, "4.0"), ({"num_blocks": 4}, "8.0")]
+)
+def test_the_engine_refuses_what_the_device_has_no_room_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], room: str
+) -> None:
+    monkeypatch.setattr(memory, "device_memory_bytes", lambda: 8 * 2**30)
+    huge_folder(folder, 10 * 2**30)
+    with pytest.raises(ModelLoadError, match=f"take 10.0 GiB of memory, and {room} GiB are there"):
+        LLM(folder, **settings)
+
+
+def test_a_quantised_model_that_only_its_expansion_makes_too_big_says_how_to_keep_it(
+    tmp_path: Path,
+) -> None:
+    folder = save_tiny_folder(tmp_path / "model")
+    edit_config(folder, intermediate_size=64)
+    model = build_model({**CONFIGS["llama"], "intermediate_size": 64})
+    nn.quantize(model, group_size=32, bits=4)
+    weights = dict(tree_flatten(model.parameters()))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    edit_config(folder, quantization={"group_size": 32, "bits": 4})
+    size = load_model(folder, dtype="float16").parameter_bytes
+    with pytest.raises(ModelLoadError) as caught:
+        load_model(folder, max_bytes=size)
+    assert caught.value.hint.startswith("--dtype float16 keeps them quantised")
+    assert load_model(folder, dtype="float16", max_bytes=size).dtype == "float16"
 
 
 def test_nothing_at_the_path_is_not_found(tmp_path: Path) -> None:
