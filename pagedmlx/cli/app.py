@@ -10,19 +10,25 @@ import sys
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer.exceptions import TyperException
 
 from pagedmlx import __version__
 from pagedmlx.cli import render
+from pagedmlx.cli.commands.completion import completion
 from pagedmlx.cli.commands.doctor import doctor
 from pagedmlx.cli.commands.generate import generate
 from pagedmlx.cli.commands.ls import ls
 from pagedmlx.cli.commands.pull import pull
 from pagedmlx.cli.commands.rm import rm
-from pagedmlx.cli.options import config_defaults, origin, with_engine_and_sampling
+from pagedmlx.cli.options import (
+    config_defaults,
+    give_variables,
+    origin,
+    with_engine_and_sampling,
+)
 from pagedmlx.cli.settings import read_config_file
 from pagedmlx.cli.signals import EXIT_INTERRUPTED, EXIT_TERMINATED, Terminated, signals_raise
 from pagedmlx.errors import InvalidRequestError, PagedMLXError
@@ -66,12 +72,20 @@ def _start(
     if ctx.invoked_subcommand is None:
         render.text(ctx.get_help())
     elif ctx.invoked_subcommand == "generate":
-        ctx.default_map = {"generate": config_defaults(read_config_file())}
+        command = getattr(ctx.command, "commands")["generate"]  # noqa: B009 - of typer's groups
+        ctx.default_map = {"generate": config_defaults(read_config_file(), command)}
 
 
 app.command()(with_engine_and_sampling(generate))
-for _command in (pull, ls, rm, doctor):
+for _command in (pull, ls, rm, doctor, completion):
     app.command()(_command)
+
+
+def command_line() -> Any:
+    """The commands with all their flags, as click knows them."""
+    command = typer.main.get_command(app)
+    give_variables(command)
+    return command
 
 
 def run(arguments: Iterable[str]) -> int:
@@ -85,7 +99,7 @@ def run(arguments: Iterable[str]) -> int:
     render.prepare_streams()
     try:
         with signals_raise():
-            command = typer.main.get_command(app)
+            command = command_line()
             result = command.main(
                 args=arguments, prog_name="pagedmlx", standalone_mode=False, obj=session
             )
@@ -134,7 +148,10 @@ def _report_usage(error: TyperException) -> int:
     ctx, param = getattr(error, "ctx", None), getattr(error, "param", None)
     if isinstance(error, typer.BadParameter) and ctx is not None and param is not None:
         name = origin(param.name, ctx)
-        message = f"{name}: {error.message}" if name else message
+        # A switch takes a value from the environment only, and typer's message leaves it out.
+        given = os.environ.get(name or "", "") if getattr(param, "is_flag", False) else ""
+        reason = f"{given!r} is not true or false" if given else error.message
+        message = f"{name}: {reason}" if name else message
     where = ctx.command_path if ctx is not None else "pagedmlx"
     render.error(message, f"{where} --help")
     return 2

@@ -60,9 +60,10 @@ def run_batch(
         meter = stack.enter_context(render.meter(shown=shown))
         total = _num_lines(prompts_file)
         left = None if total is None else total - len(done)
+        params = wishes.params_for(llm)
         batch = _Batch(llm, write, meter, wishes, total=left)
         try:
-            batch.run(read_prompts(lines, name=prompts_file, params=wishes.params, done=done))
+            batch.run(read_prompts(lines, name=prompts_file, params=params, done=done))
         except BaseException:
             meter.stop()
             if output is not None and not quiet:
@@ -72,6 +73,7 @@ def run_batch(
         meter.stop()
         summary = summarize(
             llm,
+            params,
             num_prompts=batch.num_done,
             num_failed=batch.num_failed,
             num_skipped=len(done),
@@ -121,18 +123,14 @@ class _Batch:
             try:
                 if isinstance(item, BadLine):
                     raise item.error
-                if item.system is None and item.prompt is not None:
-                    item = item.with_system(self._wishes.system)
-                field, value = build_prompt(
-                    item, has_template=self._has_template, raw=self._wishes.raw
-                )
+                fields = build_prompt(item, self._wishes, has_template=self._has_template)
             except InvalidRequestError as error:
                 self._finish(error_row(item.id, error), item.line)
                 continue
             self._lines[item.id] = item.line
             yield Job(
                 request_id=item.id,
-                **{field: value},
+                **fields,
                 sampling_params=item.params,
                 priority=item.priority,
                 cache_salt=item.cache_salt,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +25,10 @@ class Wishes:
 
     Attributes:
         config: The engine's settings, the model's name among them.
-        params: Sampling settings.
+        params: Sampling settings; ``params_for`` gives those that are in force.
+        unset: Sampling settings that the user gave no value for.
         system: System message for prompts without one of their own.
+        template_variables: Further variables for the chat template.
         raw: Complete the bare prompt, without the chat template.
         as_json: Write JSON to stdout.
         stats_json: Write the summary to this file; ``-`` is stdout.
@@ -35,11 +37,18 @@ class Wishes:
 
     config: EngineConfig
     params: SamplingParams
+    unset: frozenset[str] = frozenset()
     system: str | None = None
+    template_variables: Mapping[str, Any] = field(default_factory=dict[str, Any])
     raw: bool = False
     as_json: bool = False
     stats_json: str | None = None
     quiet: bool = False
+
+    def params_for(self, llm: LLM) -> SamplingParams:
+        """The user's sampling settings over the model's own over the defaults of the flags."""
+        own = llm.sampling_defaults.items()
+        return replace(self.params, **{key: value for key, value in own if key in self.unset})
 
 
 @contextmanager
@@ -69,25 +78,29 @@ def open_llm(wishes: Wishes) -> Iterator[LLM]:
         yield llm
 
 
-def build_prompt(prompt: Prompt, *, has_template: bool, raw: bool) -> tuple[str, Any]:
-    """The field of a Job that the prompt goes into, and its value.
+def build_prompt(prompt: Prompt, wishes: Wishes, *, has_template: bool) -> dict[str, Any]:
+    """The fields of a Job that say what the prompt is.
 
     Returns:
-        ``messages`` for the chat template, ``prompt`` for a bare completion, or
+        ``messages`` and ``chat_template_kwargs``, or ``prompt`` for a bare completion, or
         ``prompt_token_ids``, which are taken as they are.
 
     Raises:
         InvalidRequestError: It needs a chat template, and there is none or ``raw`` is set.
     """
     if prompt.prompt_token_ids is not None:
-        return "prompt_token_ids", prompt.prompt_token_ids
-    if has_template and not raw:
-        if prompt.messages is not None:
-            return "messages", prompt.messages
-        system = [{"role": "system", "content": prompt.system}] if prompt.system else []
-        return "messages", [*system, {"role": "user", "content": prompt.prompt}]
-    needs = "messages" if prompt.messages is not None else "system" if prompt.system else None
-    if needs:
-        reason = "--raw turns it off" if raw else "this model has none"
-        raise InvalidRequestError(needs, f"needs a chat template, and {reason}")
-    return "prompt", prompt.prompt
+        return {"prompt_token_ids": prompt.prompt_token_ids}
+    system = prompt.system if prompt.system is not None else wishes.system
+    variables = {**wishes.template_variables, **prompt.chat_template_kwargs}
+    if has_template and not wishes.raw:
+        messages = prompt.messages
+        if messages is None:
+            first = [{"role": "system", "content": system}] if system else []
+            messages = [*first, {"role": "user", "content": prompt.prompt}]
+        return {"messages": messages, "chat_template_kwargs": variables}
+    needs = {"messages": prompt.messages, "system": system, "chat_template_kwargs": variables}
+    for field_name, value in needs.items():
+        if value:
+            reason = "--raw turns it off" if wishes.raw else "this model has none"
+            raise InvalidRequestError(field_name, f"needs a chat template, and {reason}")
+    return {"prompt": prompt.prompt}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -57,7 +58,7 @@ class Flag:
     @property
     def variable(self) -> str:
         """The environment variable that gives the value when the flag doesn't."""
-        return f"PAGEDMLX_{self.key.replace('-', '_').upper()}"
+        return _variable(self.key)
 
     def parameter(self, default: object) -> inspect.Parameter:
         """The command's parameter, as typer reads it."""
@@ -237,19 +238,24 @@ def origin(field: str, ctx: typer.Context) -> str | None:
     """Where a setting came from, as the user wrote it: a flag, a variable or a key.
 
     Args:
-        field: The setting.
+        field: The setting, which is the name of the command's parameter.
         ctx: Of the command that has it.
 
     Returns:
-        None when no shared flag fills that setting.
+        None when no flag of the command fills that setting.
     """
-    flag = next((flag for flag in SHARED_FLAGS if flag.field == field), None)
-    if flag is None:
+    option = next((each for each in _options(ctx.command) if each.name == field), None)
+    if option is None:
         return None
     source = _source(field, ctx)
     if source == "ENVIRONMENT":
-        return flag.variable
-    return f"{flag.key} in the config file" if source == "DEFAULT_MAP" else f"--{flag.key}"
+        return str(option.envvar)
+    return f"{_key(option)} in the config file" if source == "DEFAULT_MAP" else f"--{_key(option)}"
+
+
+def unset_fields(ctx: typer.Context) -> frozenset[str]:
+    """Sampling settings that neither a flag, nor a variable, nor the config file gives."""
+    return frozenset(f.field for f in SAMPLING_FLAGS if _source(f.field, ctx) == "DEFAULT")
 
 
 def _source(field: str, ctx: typer.Context) -> str:
@@ -257,17 +263,39 @@ def _source(field: str, ctx: typer.Context) -> str:
     return getattr(ctx.get_parameter_source(field), "name", "")
 
 
-def config_defaults(settings: Mapping[str, object]) -> dict[str, object]:
-    """Turn a config file's keys into defaults of the commands' parameters.
+def _options(command: Any) -> list[Any]:
+    """A command's flags; those that only tell something, such as --help, are left out."""
+    options = [each for each in command.params if each.param_type_name == "option"]
+    return [each for each in options if not each.is_eager]
+
+
+def _key(option: Any) -> str:
+    return next(name for name in option.opts if name.startswith("--")).removeprefix("--")
+
+
+def give_variables(command: Any) -> None:
+    """Let every flag of a command, and of its subcommands, be set in the environment."""
+    for option in _options(command):
+        option.envvar = option.envvar or _variable(_key(option))
+    for subcommand in getattr(command, "commands", {}).values():
+        give_variables(subcommand)
+
+
+def _variable(key: str) -> str:
+    return f"PAGEDMLX_{key.replace('-', '_').upper()}"
+
+
+def config_defaults(settings: Mapping[str, object], command: Any) -> dict[str, object]:
+    """Turn a config file's keys into defaults of a command's parameters.
 
     Raises:
         InvalidRequestError: A key that no flag has, or a value of the wrong type.
     """
-    by_key = {flag.key: flag for flag in SHARED_FLAGS}
+    by_key = {_key(option): option for option in _options(command)}
     defaults: dict[str, object] = {}
     for key, value in settings.items():
-        flag = by_key.get(key.replace("_", "-"))
-        if flag is None:
+        option = by_key.get(key.replace("_", "-"))
+        if option is None:
             import difflib
 
             close = difflib.get_close_matches(key, by_key, n=1)
@@ -276,20 +304,24 @@ def config_defaults(settings: Mapping[str, object]) -> dict[str, object]:
                 "there is no flag of that name",
                 hint=f"did you mean {close[0]}?" if close else "pagedmlx generate --help",
             )
-        if not _fits(value, flag):
+        if option.metavar == "JSON" and isinstance(value, dict):
+            value = json.dumps(value)
+        if not _fits(value, option):
             raise InvalidRequestError(
-                f"{flag.key} in the config file", f"{value!r} is of the wrong type"
+                f"{_key(option)} in the config file", f"{value!r} is of the wrong type"
             )
-        defaults[flag.field] = value
+        defaults[option.name] = value
     return defaults
 
 
-def _fits(value: object, flag: Flag) -> bool:
-    if flag.type == list[str]:
+def _fits(value: object, option: Any) -> bool:
+    flag = next((flag for flag in SHARED_FLAGS if flag.field == option.name), None)
+    kind = flag.type if flag is not None else bool if option.is_flag else str
+    if kind == list[str]:
         return isinstance(value, list) and all(isinstance(item, str) for item in value)
-    if isinstance(value, bool) or flag.type is bool:
-        return isinstance(value, bool) and flag.type is bool
-    if flag.parser is not None:
+    if isinstance(value, bool) or kind is bool:
+        return isinstance(value, bool) and kind is bool
+    if flag is not None and flag.parser is not None:
         return isinstance(value, int | str)
-    wanted = {float: int | float, str: str, int: int}[_plain(flag.type)]
+    wanted = {float: int | float, str: str, int: int}[_plain(kind)]
     return isinstance(value, wanted)

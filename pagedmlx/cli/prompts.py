@@ -9,7 +9,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Container, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -18,7 +18,8 @@ from pagedmlx.errors import InvalidRequestError
 
 _SETTINGS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
 _CONTENT = ("prompt", "messages", "prompt_token_ids")
-_KEYS = frozenset({"id", *_CONTENT, "system", "priority", "cache_salt", *_SETTINGS})
+_OTHERS = {"system": str, "cache_salt": str, "priority": int, "chat_template_kwargs": dict}
+_KEYS = frozenset({"id", *_CONTENT, *_OTHERS, *_SETTINGS})
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,7 @@ class Prompt:
         params: Sampling settings.
         priority: Larger is served first.
         cache_salt: Blocks are shared only with prompts of the same salt.
+        chat_template_kwargs: Variables for the chat template, over the command's.
     """
 
     line: int
@@ -46,10 +48,7 @@ class Prompt:
     system: str | None = None
     priority: int = 0
     cache_salt: str = ""
-
-    def with_system(self, system: str | None) -> Prompt:
-        """The same prompt with another system message."""
-        return dataclasses.replace(self, system=system)
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +141,7 @@ def _prompt(number: int, item_id: str, fields: dict[str, Any], base: SamplingPar
         found = " and ".join(content) or "none"
         raise InvalidRequestError("prompt", f"needs one of {', '.join(_CONTENT)}; it has {found}")
     _check_content(content[0], fields[content[0]])
-    for key, kind in (("system", str), ("cache_salt", str), ("priority", int)):
+    for key, kind in _OTHERS.items():
         value = fields.get(key, kind())
         if isinstance(value, bool) or not isinstance(value, kind):
             raise InvalidRequestError(key, f"{value!r} is not of type {kind.__name__}")
@@ -155,6 +154,7 @@ def _prompt(number: int, item_id: str, fields: dict[str, Any], base: SamplingPar
         params=dataclasses.replace(base, **settings) if settings else base,
         priority=fields.get("priority", 0),
         cache_salt=fields.get("cache_salt", ""),
+        chat_template_kwargs=fields.get("chat_template_kwargs", {}),
         system=fields.get("system"),
         **{content[0]: fields[content[0]]},
     )

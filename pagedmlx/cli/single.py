@@ -21,21 +21,23 @@ def run_single(wishes: Wishes, words: str | None) -> None:
         InvalidRequestError: There is no prompt, or it can't be served.
         typer.Exit: An invariant was broken; the exit code is 1.
     """
-    params, quiet = wishes.params, wishes.quiet
-    request = Prompt(0, "0", params, prompt=_read_prompt(words), system=wishes.system)
+    quiet = wishes.quiet
+    request = Prompt(0, "0", wishes.params, prompt=_read_prompt(words))
     with open_llm(wishes) as llm:
-        has_template = llm.has_chat_template
-        _, prompt = build_prompt(request, has_template=has_template, raw=wishes.raw)
+        params, has_template = wishes.params_for(llm), llm.has_chat_template
+        fields = build_prompt(request, wishes, has_template=has_template)
+        variables = fields.pop("chat_template_kwargs", None)
+        (prompt,) = fields.values()
         if not (wishes.raw or quiet or has_template):
             render.notice("this model has no chat template: the bare prompt is completed")
         streams = not wishes.as_json and params.n == 1
         last = None
-        for last in llm.stream(prompt, params):
+        for last in llm.stream(prompt, params, chat_template_kwargs=variables):
             if streams:
                 render.text(last.outputs[0].delta, end="")
         if last is None:
             raise RuntimeError("the stream ended before it began")
-        summary = summarize(llm, num_prompts=1, wall_s=last.metrics.total_s)
+        summary = summarize(llm, params, num_prompts=1, wall_s=last.metrics.total_s)
         if wishes.as_json:
             row = output_row(last)
             del row["id"]

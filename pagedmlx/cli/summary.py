@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pagedmlx.cli import render
 from pagedmlx.cli.results import write_whole
+from pagedmlx.core.sampling_params import SamplingParams
 from pagedmlx.errors import readable_bytes
 
 if TYPE_CHECKING:
@@ -20,12 +21,19 @@ Summary = dict[str, Any]
 
 
 def summarize(
-    llm: LLM, *, num_prompts: int, wall_s: float, num_failed: int = 0, num_skipped: int = 0
+    llm: LLM,
+    params: SamplingParams,
+    *,
+    num_prompts: int,
+    wall_s: float,
+    num_failed: int = 0,
+    num_skipped: int = 0,
 ) -> Summary:
     """Collect what a run did.
 
     Args:
         llm: The model that ran; its invariants are checked here.
+        params: Sampling settings, for prompts without settings of their own.
         num_prompts: Prompts that were read and not skipped.
         wall_s: Seconds from the first prompt's arrival to the last output.
         num_failed: Those among the prompts that have no output.
@@ -39,6 +47,7 @@ def summarize(
         "wall_s": wall_s,
         "output_tokens_per_s": stats.num_output_tokens / wall_s if wall_s > 0 else None,
         "integrity": _integrity(llm),
+        "sampling_params": asdict(params),
         "engine": asdict(stats),
     }
 

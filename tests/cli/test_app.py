@@ -32,7 +32,9 @@ def wait_for(path: Path, num_lines: int) -> None:
     raise AssertionError(f"{path} never had {num_lines} lines")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["--version"], []])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["generate", "--help"], ["completion", "zsh"], ["--version"], []]
+)
 def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     code = (
         "import sys, json\n"

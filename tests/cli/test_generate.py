@@ -132,6 +132,72 @@ def test_sampling_flags_reach_the_request(cli: Cli, model: str) -> None:
     assert "t=0.5 m=9" in out
 
 
+@pytest.fixture
+def wild(tmp_path: Path) -> str:
+    """A model whose maker wants temperature 0.7 and top_k 20."""
+    folder = tmp_path / "wild"
+    folder.mkdir()
+    return str(folder)
+
+
+def test_the_models_own_sampling_is_used_where_the_user_says_nothing(
+    cli: Cli, wild: str, config_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "t=0.7 k=20 m=256" in cli("generate", wild, "SHOW").out
+    assert "t=0 k=20 m=256" in cli("generate", wild, "SHOW", "--temp", "0").out
+    assert "t=0.7 m=256" in cli("generate", wild, "SHOW", "--top-k", "0").out
+    monkeypatch.setenv("PAGEDMLX_TEMP", "0.3")
+    assert "t=0.3 k=20 m=256" in cli("generate", wild, "SHOW").out
+    config_file.write_text("top-k = 5")
+    assert "t=0.3 k=5 m=256" in cli("generate", wild, "SHOW").out
+
+
+def test_json_names_the_sampling_settings_that_were_used(
+    cli: Cli, wild: str, tmp_path: Path
+) -> None:
+    value = json.loads(cli("generate", wild, "hi", "--json", "--top-k", "3").out)
+    used = value["summary"]["sampling_params"]
+    assert (used["temperature"], used["top_k"], used["max_tokens"]) == (0.7, 3, 256)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "SHOW"}\n{"prompt": "SHOW", "temperature": 0.1}\n')
+    *rows, last = map(
+        json.loads, cli("generate", wild, "--prompts-file", prompts, "--json").out.splitlines()
+    )
+    texts = {row["id"]: row["outputs"][0]["text"] for row in rows}
+    assert texts == {"1": "USER: SHOW t=0.7 k=20 m=256", "2": "USER: SHOW t=0.1 k=20 m=256"}
+    assert last["summary"]["sampling_params"]["temperature"] == 0.7
+
+
+def test_variables_for_the_chat_template_reach_it(cli: Cli, model: str, tmp_path: Path) -> None:
+    flags = ("--chat-template-kwargs", '{"a": 1, "b": 2}')
+    assert cli("generate", model, "VARIABLES", *flags).out.endswith("{'A': 1, 'B': 2}\n")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "VARIABLES", "chat_template_kwargs": {"a": 3}}\n')
+    out = cli("generate", model, "--prompts-file", prompts, *flags).out
+    assert out.endswith("{'A': 3, 'B': 2}\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("{", "'{' is not JSON: "), ("[1]", "'[1]' is not a JSON object"), ("", "'' is not JSON: ")],
+)
+def test_variables_that_are_no_json_object_are_refused(
+    cli: Cli, model: str, text: str, message: str
+) -> None:
+    result = cli("generate", model, "hi", "--chat-template-kwargs", text)
+    assert result.code == 2
+    assert result.err.startswith(f"error: --chat-template-kwargs: {message}")
+
+
+def test_variables_without_a_template_are_refused(cli: Cli, model: str, tmp_path: Path) -> None:
+    flags = ("--chat-template-kwargs", '{"a": 1}')
+    (tmp_path / "bare").mkdir()
+    result = cli("generate", tmp_path / "bare", "hi", *flags)
+    assert "--chat-template-kwargs: needs a chat template, and this model has none" in result.err
+    result = cli("generate", model, "hi", "--raw", *flags)
+    assert "--chat-template-kwargs: needs the chat template, and --raw turns it off" in result.err
+
+
 @pytest.mark.parametrize(
     ("flag", "value", "message"),
     [

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pagedmlx.cli.app import command_line
 from pagedmlx.cli.options import ENGINE_FLAGS, SAMPLING_FLAGS, SHARED_FLAGS, parse_size
 from pagedmlx.config import EngineConfig
 from pagedmlx.core.sampling_params import SamplingParams
@@ -85,6 +87,49 @@ def test_flag_goes_before_environment_before_config_file_before_default(
     assert tokens(cli, model, "--max-tokens", "10") == "m=10"
 
 
+def test_every_flag_of_every_command_has_a_variable_of_its_name() -> None:
+    commands = command_line().commands
+    assert set(commands) == {"generate", "pull", "ls", "rm", "doctor", "completion"}
+    for command in commands.values():
+        for option in command.params:
+            if option.param_type_name == "option":
+                name = next(each for each in option.opts if each.startswith("--"))
+                assert option.envvar == f"PAGEDMLX_{name[2:].replace('-', '_').upper()}"
+
+
+def test_a_commands_own_flags_can_be_set_in_the_environment(
+    cli: Cli, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PAGEDMLX_SYSTEM", "be kind")
+    monkeypatch.setenv("PAGEDMLX_QUIET", "1")
+    monkeypatch.setenv("PAGEDMLX_JSON", "true")
+    result = cli("generate", model, "hi")
+    assert json.loads(result.out)["outputs"][0]["text"] == "SYSTEM: BE KIND USER: HI"
+    assert result.err == ""
+    assert json.loads(cli("ls").out)[0]["name"] == "smollm2"
+    monkeypatch.setenv("PAGEDMLX_RAW", "maybe")
+    result = cli("generate", model, "hi")
+    assert result.code == 2
+    assert "error: PAGEDMLX_RAW: 'maybe' is not true or false" in result.err
+
+
+def test_a_commands_own_flags_can_be_set_in_the_config_file(
+    cli: Cli, model: str, config_file: Path
+) -> None:
+    config_file.write_text(
+        'system = "be kind"\nquiet = true\n[chat-template-kwargs]\nenable_thinking = false\n'
+    )
+    result = cli("generate", model, "VARIABLES")
+    assert result.out == "SYSTEM: BE KIND USER: VARIABLES {'ENABLE_THINKING': FALSE}\n"
+    assert result.err == ""
+    config_file.write_text('quiet = "yes"')
+    assert "quiet in the config file: 'yes' is of the wrong type" in cli("generate", model, "x").err
+    config_file.write_text("system = 1")
+    assert "system in the config file: 1 is of the wrong type" in cli("generate", model, "x").err
+    config_file.write_text("help = true")
+    assert "there is no flag of that name" in cli("generate", model, "x").err
+
+
 def test_an_empty_variable_counts_as_unset(
     cli: Cli, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,7 +198,7 @@ def test_a_stop_string_in_a_variable_may_have_spaces(
 ) -> None:
     given: list[tuple[str, ...]] = []
 
-    def note(_: object, __: object, params: SamplingParams) -> None:
+    def note(_: object, __: object, params: SamplingParams, **___: object) -> None:
         given.append(params.stop)
         raise InvalidRequestError("prompt", "was seen")
 

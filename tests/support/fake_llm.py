@@ -1,14 +1,15 @@
 """A stand-in for pagedmlx.llm that needs no weights: it answers the prompt in capitals.
 
-Words steer it: FAIL refuses the request, SLOW takes its time, BREAK breaks an invariant. A model
-whose name begins with ``bare`` has no chat template.
+Words steer it: FAIL refuses the request, SLOW takes its time, BREAK breaks an invariant, SHOW tells
+the settings and VARIABLES those of the chat template. A model whose name has ``bare`` in it has no
+chat template, and one with ``wild`` wants to be sampled.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from types import TracebackType
 from typing import Any
@@ -31,6 +32,7 @@ class LLM:
     ) -> None:
         self.config = config
         self.has_chat_template = "bare" not in config.model
+        self.sampling_defaults = {"temperature": 0.7, "top_k": 20} if "wild" in config.model else {}
         self.load_notes = ["BLAS: none"]
         self.closed = False
         self.broken = False
@@ -53,10 +55,14 @@ class LLM:
         self.closed = True
 
     def stream(
-        self, prompt: str | list[Any], sampling_params: SamplingParams | None = None
+        self,
+        prompt: str | list[Any],
+        sampling_params: SamplingParams | None = None,
+        *,
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> Iterator[RequestOutput]:
         params = sampling_params or SamplingParams()
-        words = self._answer(prompt)
+        words = self._answer(prompt, chat_template_kwargs)
         if "FAIL" in words:
             raise PoolTooSmallError("prompt", "needs 9 blocks, the pool has 8")
         for count in range(1, len(words) + 1):
@@ -74,7 +80,7 @@ class LLM:
                 prompt = job.prompt if job.messages is None else list(job.messages)
                 if prompt is None:
                     prompt = " ".join(map(str, job.prompt_token_ids or ()))
-                words = self._answer(prompt)
+                words = self._answer(prompt, job.chat_template_kwargs)
                 assert job.request_id is not None
                 if "SLOW" in words:
                     time.sleep(0.2)
@@ -100,11 +106,13 @@ class LLM:
     def check_integrity(self) -> None:
         assert not self.broken, "block 3 is in two tables"
 
-    def _answer(self, prompt: str | list[Any]) -> list[str]:
+    def _answer(self, prompt: str | list[Any], variables: Mapping[str, Any] | None) -> list[str]:
         if isinstance(prompt, str):
             words = ["raw", *prompt.split()]
         else:
             words = [word for m in prompt for word in (f"{m['role']}:", *m["content"].split())]
+        if "VARIABLES" in words:
+            words.append(str(dict(variables or {})))
         self.broken = self.broken or "BREAK" in words
         self.num_tokens += len(words)
         return words
@@ -112,7 +120,10 @@ class LLM:
     def _output(
         self, prompt: str | list[Any], words: list[str], params: SamplingParams, *, done: bool
     ) -> RequestOutput:
-        settings = f" t={params.temperature:g} m={params.max_tokens}" if "SHOW" in words else ""
+        settings = ""
+        if "SHOW" in words:
+            top_k = f" k={params.top_k}" if params.top_k else ""
+            settings = f" t={params.temperature:g}{top_k} m={params.max_tokens}"
         text = " ".join(words).upper() + settings
         delta = (" " if len(words) > 1 else "") + words[-1].upper() + settings
         outputs = tuple(

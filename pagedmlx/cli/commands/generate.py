@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from pagedmlx.cli.options import unset_fields
 from pagedmlx.config import EngineConfig
 from pagedmlx.core.sampling_params import SamplingParams
 from pagedmlx.errors import InvalidRequestError
@@ -22,6 +24,10 @@ def generate(
     prompt: Annotated[str | None, typer.Argument(help="Prompt; - reads stdin.")] = None,
     system: Annotated[
         str | None, typer.Option(help="System message before the prompt.", metavar="TEXT")
+    ] = None,
+    chat_template_kwargs: Annotated[
+        str | None,
+        typer.Option(help="Variables for the chat template, as a JSON object.", metavar="JSON"),
     ] = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="Complete the bare prompt, without a chat template.")
@@ -49,18 +55,31 @@ def generate(
 ) -> None:
     """Answer a prompt, or a file of prompts, with a model.
 
-    With --model the first argument is the prompt. Every engine and sampling flag can be set in
-    the environment as PAGEDMLX_<FLAG>, and in the config file by its name.
+    With --model the first argument is the prompt. Every flag can be set in the environment as
+    PAGEDMLX_<FLAG>, and in the config file by its name. How to sample is the model's own wish
+    (generation_config.json) where no flag says it, else greedy.
     """
     name, words = _model_and_prompt(
         ctx, model_flag, model, prompt, has_file=prompts_file is not None
     )
     config = replace(config, model=name)
-    if raw and system is not None:
-        raise InvalidRequestError("--system", "needs the chat template, and --raw turns it off")
+    variables = _template_variables(chat_template_kwargs)
+    for field, is_given in (("system", system is not None), ("chat_template_kwargs", variables)):
+        if raw and is_given:
+            raise InvalidRequestError(field, "needs the chat template, and --raw turns it off")
     from pagedmlx.cli.model import Wishes
 
-    wishes = Wishes(config, params, system, raw, as_json, stats_json, quiet)
+    wishes = Wishes(
+        config=config,
+        params=params,
+        unset=unset_fields(ctx),
+        system=system,
+        template_variables=variables,
+        raw=raw,
+        as_json=as_json,
+        stats_json=stats_json,
+        quiet=quiet,
+    )
     if prompts_file is not None:
         if words is not None:
             raise InvalidRequestError("PROMPT", "there is --prompts-file too", hint="drop one")
@@ -68,12 +87,28 @@ def generate(
 
         run_batch(wishes, prompts_file, output=output, resume=resume)
         return
-    for flag, given in (("--output", output is not None), ("--resume", resume)):
-        if given:
-            raise InvalidRequestError(flag, "goes with --prompts-file", hint="or use > FILE")
+    for field, is_given in (("output", output is not None), ("resume", resume)):
+        if is_given:
+            raise InvalidRequestError(field, "goes with --prompts-file", hint="or use > FILE")
     from pagedmlx.cli.single import run_single
 
     run_single(wishes, words)
+
+
+def _template_variables(text: str | None) -> dict[str, Any]:
+    try:
+        value = {} if text is None else json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(
+            "chat_template_kwargs", f"{text!r} is not JSON: {error}"
+        ) from error
+    if not isinstance(value, dict):
+        raise InvalidRequestError(
+            "chat_template_kwargs",
+            f"{text!r} is not a JSON object",
+            hint="write '{\"enable_thinking\": false}'",
+        )
+    return value
 
 
 def _model_and_prompt(
