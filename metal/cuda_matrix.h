@@ -1,13 +1,14 @@
-// Metal's 8 x 8 matrices of a SIMD-group, said in CUDA: a product of 16-bit operands is the upper
-// half of a tensor core's 16 x 8 one, any other is made of shuffles, for right answers only.
+// Metal's 8 x 8 matrices of a SIMD-group, said in CUDA: of 16-bit types two products with one right
+// factor are a tensor core's 16 x 8 one; float is multiplied by shuffles, for right answers only.
 
 #define OPERAND(T) T
-#define ROW_BIT_0 1
-#define ROW_BIT_1 2
+#define COLUMN_BIT_0 4
+#define COLUMN_BIT_1 8
+#define COLUMN_BIT_2 16
 
 METAL_FUNC int matrix_row(uint lane) { return int(lane >> 2); }
 METAL_FUNC int matrix_column(uint lane) { return int(lane & 3u) * 2; }
-// Of a right operand a lane holds two neighbours of a column.
+// Of a right factor a lane holds two neighbours of a column.
 METAL_FUNC int right_row(uint lane, int e) { return int(lane & 3u) * 2 + e; }
 METAL_FUNC int right_column(uint lane, int) { return int(lane >> 2); }
 
@@ -17,19 +18,24 @@ struct simdgroup_matrix {
   METAL_FUNC vec<T, 2>& thread_elements() { return elements; }
 };
 
-// Sums have room for the lower half, which stays 0.
-template <int Columns, int Rows>
-struct simdgroup_matrix<float, Columns, Rows> {
-  vec<float, 2> elements;
-  float lower[2];
-  METAL_FUNC vec<float, 2>& thread_elements() { return elements; }
-};
-
 template <typename T, int Columns, int Rows>
 METAL_FUNC simdgroup_matrix<T, Columns, Rows> make_filled_simdgroup_matrix(T value) {
-  simdgroup_matrix<T, Columns, Rows> matrix = {};
+  simdgroup_matrix<T, Columns, Rows> matrix;
   matrix.elements = vec<T, 2>(value);
   return matrix;
+}
+
+METAL_FUNC void put(vec<__half, 2>& pair, float x, float y) {
+  const __half2 rounded = __floats2half2_rn(x, y);
+  pair.words[0] = *reinterpret_cast<const uint*>(&rounded);
+}
+METAL_FUNC void put(vec<__nv_bfloat16, 2>& pair, float x, float y) {
+  const __nv_bfloat162 rounded = __floats2bfloat162_rn(x, y);
+  pair.words[0] = *reinterpret_cast<const uint*>(&rounded);
+}
+METAL_FUNC void put(vec<float, 2>& pair, float x, float y) {
+  pair[0] = x;
+  pair[1] = y;
 }
 
 template <typename T, int W>
@@ -38,61 +44,84 @@ METAL_FUNC void set_pair(simdgroup_matrix<T, 8, 8>& matrix, const vec<T, W>& fir
   const uint halves = w % 2 == 0 ? 0x5410u : 0x7632u;
   matrix.elements.words[0] = __byte_perm(first.words[w / 2], second.words[w / 2], halves);
 }
+template <typename T, typename U, int W>
+METAL_FUNC void set_pair(simdgroup_matrix<T, 8, 8>& matrix, const vec<U, W>& first,
+                         const vec<U, W>& second, int w) {
+  put(matrix.elements, first[w], second[w]);
+}
 template <int W>
 METAL_FUNC void set_pair(simdgroup_matrix<float, 8, 8>& matrix, const vec<float, W>& first,
                          const vec<float, W>& second, int w) {
-  matrix.elements[0] = first[w];
-  matrix.elements[1] = second[w];
+  put(matrix.elements, first[w], second[w]);
 }
 
-METAL_FUNC uint pack(float x, float y, __half) {
-  const __half2 pair = __floats2half2_rn(x, y);
-  return *reinterpret_cast<const uint*>(&pair);
-}
-METAL_FUNC uint pack(float x, float y, __nv_bfloat16) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(x, y);
-  return *reinterpret_cast<const uint*>(&pair);
-}
-// A left operand in the type of the right one.
 template <typename T>
-METAL_FUNC uint left_pair(const vec<T, 2>& x, T) { return x.words[0]; }
-template <typename A, typename B>
-METAL_FUNC uint left_pair(const vec<A, 2>& x, B type) { return pack(x[0], x[1], type); }
+METAL_FUNC void set_right(simdgroup_matrix<T, 8, 8>& right, simdgroup_matrix<float, 8, 8>& sums) {
+  vec<T, 2> pair;
+  put(pair, sums.elements[0], sums.elements[1]);
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;"
+               : "=r"(right.elements.words[0]) : "r"(pair.words[0]));
+}
+METAL_FUNC void set_right(simdgroup_matrix<float, 8, 8>& right,
+                          simdgroup_matrix<float, 8, 8>& sums) {
+  const uint lane = threadIdx.x & 31u;
+  UNROLL for (int e = 0; e < 2; ++e) {
+    const uint from = uint(right_row(lane, e)) * 4 | lane >> 3;
+    const float x = __shfl_sync(0xffffffffu, sums.elements[0], from);
+    const float y = __shfl_sync(0xffffffffu, sums.elements[1], from);
+    right.elements[e] = (lane & 4u) == 0 ? x : y;
+  }
+}
 
-#define TENSOR_PRODUCT(T, NAME)                                                            \
-  METAL_FUNC void tensor_product(simdgroup_matrix<float, 8, 8>& d, uint a, uint b, T) {    \
-    asm volatile(                                                                          \
-        "mma.sync.aligned.m16n8k8.row.col.f32." NAME "." NAME ".f32 "                      \
-        "{%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"                              \
-        : "+f"(d.elements.elements[0]), "+f"(d.elements.elements[1]), "+f"(d.lower[0]),    \
-          "+f"(d.lower[1])                                                                 \
-        : "r"(a), "r"(0u), "r"(b));                                                        \
+#define TENSOR_PRODUCT(T, NAME)                                                              \
+  METAL_FUNC void tensor_product(vec<float, 2>& d0, vec<float, 2>& d1, uint a0, uint a1,     \
+                                 uint b, T) {                                                \
+    asm volatile(                                                                            \
+        "mma.sync.aligned.m16n8k8.row.col.f32." NAME "." NAME ".f32 "                        \
+        "{%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"                                \
+        : "+f"(d0.elements[0]), "+f"(d0.elements[1]), "+f"(d1.elements[0]),                  \
+          "+f"(d1.elements[1])                                                               \
+        : "r"(a0), "r"(a1), "r"(b));                                                         \
   }
 TENSOR_PRODUCT(__half, "f16")
 TENSOR_PRODUCT(__nv_bfloat16, "bf16")
 
-template <typename A, typename B>
-METAL_FUNC void simdgroup_multiply_accumulate(simdgroup_matrix<float, 8, 8>& d,
-                                              simdgroup_matrix<A, 8, 8>& a,
-                                              simdgroup_matrix<B, 8, 8>& b,
-                                              simdgroup_matrix<float, 8, 8>& c) {
-  d = c;
-  tensor_product(d, left_pair(a.elements, B()), b.elements.words[0], B());
+template <typename T>
+METAL_FUNC void multiply_two(simdgroup_matrix<float, 8, 8>& d0, simdgroup_matrix<float, 8, 8>& d1,
+                             simdgroup_matrix<T, 8, 8>& a0, simdgroup_matrix<T, 8, 8>& a1,
+                             simdgroup_matrix<T, 8, 8>& b) {
+  tensor_product(d0.elements, d1.elements, a0.elements.words[0], a1.elements.words[0],
+                 b.elements.words[0], T());
 }
 
-template <typename A>
+template <typename T>
 METAL_FUNC void simdgroup_multiply_accumulate(simdgroup_matrix<float, 8, 8>& d,
-                                              simdgroup_matrix<A, 8, 8>& a,
+                                              simdgroup_matrix<T, 8, 8>& a,
+                                              simdgroup_matrix<T, 8, 8>& b,
+                                              simdgroup_matrix<float, 8, 8>& c) {
+  vec<float, 2> lower(0.0f);
+  d = c;
+  tensor_product(d.elements, lower, a.elements.words[0], 0u, b.elements.words[0], T());
+}
+
+METAL_FUNC void simdgroup_multiply_accumulate(simdgroup_matrix<float, 8, 8>& d,
+                                              simdgroup_matrix<float, 8, 8>& a,
                                               simdgroup_matrix<float, 8, 8>& b,
                                               simdgroup_matrix<float, 8, 8>& c) {
   const uint lane = threadIdx.x & 31u;
-  const float left[2] = {float(a.elements[0]), float(a.elements[1])};
   d = c;
   UNROLL for (int k = 0; k < 8; ++k) {
-    const float x = __shfl_sync(0xffffffffu, left[k & 1], (lane & 28u) | k >> 1);
+    const float x = __shfl_sync(0xffffffffu, a.elements[k & 1], (lane & 28u) | k >> 1);
     UNROLL for (int j = 0; j < 2; ++j) {
       const uint column = (lane & 3u) * 2 + j;
       d.elements[j] += x * __shfl_sync(0xffffffffu, b.elements[k & 1], column * 4 | k >> 1);
     }
   }
+}
+
+METAL_FUNC void multiply_two(simdgroup_matrix<float, 8, 8>& d0, simdgroup_matrix<float, 8, 8>& d1,
+                             simdgroup_matrix<float, 8, 8>& a0, simdgroup_matrix<float, 8, 8>& a1,
+                             simdgroup_matrix<float, 8, 8>& b) {
+  simdgroup_multiply_accumulate(d0, a0, b, d0);
+  simdgroup_multiply_accumulate(d1, a1, b, d1);
 }

@@ -4,9 +4,10 @@
 #ifndef OPERAND
 // What a factor is made of: Metal multiplies float as fast as 16 bits.
 #define OPERAND(T) float
-// Bits in which the lanes of a row differ.
-#define ROW_BIT_0 1
-#define ROW_BIT_1 8
+// Bits in which the lanes of a column differ.
+#define COLUMN_BIT_0 2
+#define COLUMN_BIT_1 4
+#define COLUMN_BIT_2 16
 
 METAL_FUNC int matrix_row(uint lane) { return int(((lane & 16u) >> 2) | ((lane >> 1) & 3u)); }
 METAL_FUNC int matrix_column(uint lane) { return int(((lane & 8u) >> 1) | ((lane & 1u) << 1)); }
@@ -21,14 +22,33 @@ METAL_FUNC void set_pair(thread simdgroup_matrix<float, 8, 8>& matrix, thread ve
   matrix.thread_elements()[0] = first[w];
   matrix.thread_elements()[1] = second[w];
 }
-#endif
 
-METAL_FUNC float max_of_row(float x) {
-  x = max(x, simd_shuffle_xor(x, ushort(ROW_BIT_0)));
-  return max(x, simd_shuffle_xor(x, ushort(ROW_BIT_1)));
+// Sums become a right factor.
+METAL_FUNC void set_right(thread simdgroup_matrix<float, 8, 8>& right,
+                          thread simdgroup_matrix<float, 8, 8>& sums) {
+  right.thread_elements()[0] = sums.thread_elements()[0];
+  right.thread_elements()[1] = sums.thread_elements()[1];
 }
 
-METAL_FUNC float sum_of_row(float x) {
-  x += simd_shuffle_xor(x, ushort(ROW_BIT_0));
-  return x + simd_shuffle_xor(x, ushort(ROW_BIT_1));
+// Two products with one right factor, which are one instruction in CUDA.
+METAL_FUNC void multiply_two(thread simdgroup_matrix<float, 8, 8>& d0,
+                             thread simdgroup_matrix<float, 8, 8>& d1,
+                             thread simdgroup_matrix<float, 8, 8>& a0,
+                             thread simdgroup_matrix<float, 8, 8>& a1,
+                             thread simdgroup_matrix<float, 8, 8>& b) {
+  simdgroup_multiply_accumulate(d0, a0, b, d0);
+  simdgroup_multiply_accumulate(d1, a1, b, d1);
+}
+#endif
+
+METAL_FUNC float max_of_column(float x) {
+  x = max(x, simd_shuffle_xor(x, ushort(COLUMN_BIT_0)));
+  x = max(x, simd_shuffle_xor(x, ushort(COLUMN_BIT_1)));
+  return max(x, simd_shuffle_xor(x, ushort(COLUMN_BIT_2)));
+}
+
+METAL_FUNC float sum_of_column(float x) {
+  x += simd_shuffle_xor(x, ushort(COLUMN_BIT_0));
+  x += simd_shuffle_xor(x, ushort(COLUMN_BIT_1));
+  return x + simd_shuffle_xor(x, ushort(COLUMN_BIT_2));
 }

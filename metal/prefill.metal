@@ -21,14 +21,15 @@
 // sum over a launch.
 // Numerics: products and sums in float32; softmax online, in powers of 2. Masked scores never meet
 // an infinity, and K and V of tokens that no row sees count as 0, whatever their slots hold. In CUDA
-// factors are of KT, the weights too.
+// factors are of KT, queries and weights too.
 // Constants: T, KT (types); H, FACTOR, DK, DV, BS, SLOT_MAJOR, SIMDGROUPS, KEYS, W (width of a load;
 // DK and DV are multiples of 8 * W), PAD, HAS_SINKS, HAS_SOFTCAP, QUERY_SCALE (scale * log2(e), or
 // scale / softcap), SOFTCAP (softcap * log2(e)).
 
-// A row of K or V is cut in spans of 8 loads. Column c of an 8 x 8 matrix stands for load c of a
-// span, and the matrices of a span for the elements of its loads: a product doesn't care about the
-// order of d, and so each lane reads what it needs of a span in whole loads.
+// Products are K Q^T and V^T P^T: a SIMD-group's query vectors are the columns of its matrices.
+// A row of K or V is cut in spans of 8 loads. Place c along a side of an 8 x 8 matrix stands for
+// load c of a span, and the matrices of a span for the elements of its loads: a product doesn't care
+// about the order of d, and so each lane reads what it needs of a span in whole loads.
 constexpr int K_SPANS = DK / (8 * W);
 constexpr int V_SPANS = DV / (8 * W);
 constexpr int KEY_TILES = KEYS / 8;
@@ -55,19 +56,21 @@ const int low_end = first_position + first_vector / FACTOR + 1;
 const int high_end = first_position + last_vector / FACTOR + 1;
 const int start = max(low_end - plan[1], 0);
 
-const int wanted = first_vector + int(simdgroup_index_in_threadgroup) * 8 + row8;
-const int vector = min(wanted, last_vector);
-const int head = kv_head * FACTOR + vector % FACTOR;
-const long row = work[0] + vector / FACTOR;
-const int my_end = first_position + vector / FACTOR + 1;
-const int my_start = my_end - plan[1];
-
+const int my_first = first_vector + int(simdgroup_index_in_threadgroup) * 8;
 vec<T, W> q[K_SPANS][2];
-UNROLL for (int s = 0; s < K_SPANS; ++s) {
-  UNROLL for (int e = 0; e < 2; ++e) {
-    const device T* from = queries + (row * (H * FACTOR) + head) * DK + (s * 8 + col8 + e) * W;
-    q[s][e] = *reinterpret_cast<const device vec<T, W>*>(from);
+UNROLL for (int e = 0; e < 2; ++e) {
+  const int vector = min(my_first + right_column(lane, e), last_vector);
+  const long row = work[0] + vector / FACTOR;
+  const long head = row * (H * FACTOR) + kv_head * FACTOR + vector % FACTOR;
+  const device T* from = queries + head * DK + right_row(lane, e) * W;
+  UNROLL for (int s = 0; s < K_SPANS; ++s) {
+    q[s][e] = *reinterpret_cast<const device vec<T, W>*>(from + s * 8 * W);
   }
+}
+// What the two vectors see whose scores a lane holds.
+int my_end[2];
+UNROLL for (int e = 0; e < 2; ++e) {
+  my_end[e] = first_position + min(my_first + col8 + e, last_vector) / FACTOR + 1;
 }
 
 threadgroup vec<KT, W> k_tile[KEYS][DK / W + PAD];
@@ -77,8 +80,8 @@ simdgroup_matrix<float, 8, 8> acc[V_SPANS * W];
 UNROLL for (int i = 0; i < V_SPANS * W; ++i) {
   acc[i] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
 }
-float top = LOWEST;
-float weight_sum = 0.0f;
+float top[2] = {LOWEST, LOWEST};
+float weight_sum[2] = {0.0f, 0.0f};
 
 // Tiles lie at multiples of KEYS, so that a row's result doesn't depend on the rows beside it.
 for (int base = start / KEYS * KEYS; base < high_end; base += KEYS) {
@@ -104,7 +107,7 @@ for (int base = start / KEYS * KEYS; base < high_end; base += KEYS) {
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
-  simdgroup_matrix<OPERAND(T), 8, 8> left;
+  simdgroup_matrix<OPERAND(KT), 8, 8> left[2];
   simdgroup_matrix<OPERAND(KT), 8, 8> right;
   simdgroup_matrix<float, 8, 8> scores[KEY_TILES];
   UNROLL for (int n = 0; n < KEY_TILES; ++n) {
@@ -113,83 +116,88 @@ for (int base = start / KEYS * KEYS; base < high_end; base += KEYS) {
   UNROLL for (int s = 0; s < K_SPANS; ++s) {
     vec<KT, W> k[KEY_TILES][2];
     UNROLL for (int n = 0; n < KEY_TILES; ++n) {
-      UNROLL for (int e = 0; e < 2; ++e) {
-        k[n][e] = k_tile[n * 8 + right_column(lane, e)][s * 8 + right_row(lane, e)];
-      }
+      UNROLL for (int e = 0; e < 2; ++e) k[n][e] = k_tile[n * 8 + row8][s * 8 + col8 + e];
     }
     // Products that follow each other go to different sums, so that none waits for the last.
     UNROLL for (int w = 0; w < W; ++w) {
-      set_pair(left, q[s][0], q[s][1], w);
-      UNROLL for (int n = 0; n < KEY_TILES; ++n) {
-        set_pair(right, k[n][0], k[n][1], w);
-        simdgroup_multiply_accumulate(scores[n], left, right, scores[n]);
+      set_pair(right, q[s][0], q[s][1], w);
+#if KEYS == 8
+      set_pair(left[0], k[0][0], k[0][1], w);
+      simdgroup_multiply_accumulate(scores[0], left[0], right, scores[0]);
+#else
+      UNROLL for (int n = 0; n < KEY_TILES; n += 2) {
+        set_pair(left[0], k[n][0], k[n][1], w);
+        set_pair(left[1], k[n + 1][0], k[n + 1][1], w);
+        multiply_two(scores[n], scores[n + 1], left[0], left[1], right);
       }
+#endif
     }
   }
 
   // Only the tiles at both ends hold tokens that some row doesn't see.
   const bool partial = base < high_end - plan[1] || base + KEYS > low_end;
-  float tile_top = LOWEST;
+  float tile_top[2] = {LOWEST, LOWEST};
   UNROLL for (int n = 0; n < KEY_TILES; ++n) {
+    const int position = base + n * 8 + row8;
     UNROLL for (int e = 0; e < 2; ++e) {
       float score = scores[n].thread_elements()[e] * QUERY_SCALE;
 #if HAS_SOFTCAP
       score = SOFTCAP * tanh(score);
 #endif
-      const int position = base + n * 8 + col8 + e;
-      if (partial && (position < my_start || position >= my_end)) score = MASKED;
+      if (partial && (position < my_end[e] - plan[1] || position >= my_end[e])) score = MASKED;
       scores[n].thread_elements()[e] = score;
-      tile_top = max(tile_top, score);
+      tile_top[e] = max(tile_top[e], score);
     }
   }
-  tile_top = max_of_row(tile_top);
-  if (simd_any(tile_top > top)) {
-    const float new_top = max(top, tile_top);
-    const float shrink = exp2(top - new_top);
-    top = new_top;
-    weight_sum *= shrink;
-    UNROLL for (int i = 0; i < V_SPANS * W; ++i) {
-      acc[i].thread_elements()[0] *= shrink;
-      acc[i].thread_elements()[1] *= shrink;
-    }
-  }
-  UNROLL for (int n = 0; n < KEY_TILES; ++n) {
+  UNROLL for (int e = 0; e < 2; ++e) tile_top[e] = max_of_column(tile_top[e]);
+  if (simd_any(tile_top[0] > top[0] || tile_top[1] > top[1])) {
     UNROLL for (int e = 0; e < 2; ++e) {
-      const float weight = exp2(scores[n].thread_elements()[e] - top);
-      scores[n].thread_elements()[e] = weight;
-      weight_sum += weight;
+      const float new_top = max(top[e], tile_top[e]);
+      const float shrink = exp2(top[e] - new_top);
+      top[e] = new_top;
+      weight_sum[e] *= shrink;
+      UNROLL for (int i = 0; i < V_SPANS * W; ++i) acc[i].thread_elements()[e] *= shrink;
     }
   }
 
   UNROLL for (int n = 0; n < KEY_TILES; ++n) {
+    UNROLL for (int e = 0; e < 2; ++e) {
+      const float weight = exp2(scores[n].thread_elements()[e] - top[e]);
+      scores[n].thread_elements()[e] = weight;
+      weight_sum[e] += weight;
+    }
+    set_right(right, scores[n]);
     UNROLL for (int s = 0; s < V_SPANS; ++s) {
       vec<KT, W> v[2];
-      UNROLL for (int e = 0; e < 2; ++e) {
-        v[e] = v_tile[n * 8 + right_row(lane, e)][s * 8 + right_column(lane, e)];
-      }
-      UNROLL for (int w = 0; w < W; ++w) {
-        set_pair(right, v[0], v[1], w);
-        simdgroup_multiply_accumulate(acc[s * W + w], scores[n], right, acc[s * W + w]);
+      UNROLL for (int e = 0; e < 2; ++e) v[e] = v_tile[n * 8 + col8 + e][s * 8 + row8];
+      UNROLL for (int w = 0; w < W; w += 2) {
+        set_pair(left[0], v[0], v[1], w);
+        set_pair(left[1], v[0], v[1], w + 1);
+        multiply_two(acc[s * W + w], acc[s * W + w + 1], left[0], left[1], right);
       }
     }
   }
 }
 
-weight_sum = sum_of_row(weight_sum);
-float factor = 1.0f;
+UNROLL for (int e = 0; e < 2; ++e) {
+  float sum = sum_of_column(weight_sum[e]);
+  const int vector = my_first + col8 + e;
+  const int head = kv_head * FACTOR + vector % FACTOR;
+  float factor = 1.0f;
 #if HAS_SINKS
-const float sink = float(sinks[head]) * 1.4426950408889634f;
-const float with_sink = max(top, sink);
-factor = exp2(top - with_sink);
-weight_sum = weight_sum * factor + exp2(sink - with_sink);
+  const float sink = float(sinks[head]) * 1.4426950408889634f;
+  const float with_sink = max(top[e], sink);
+  factor = exp2(top[e] - with_sink);
+  sum = sum * factor + exp2(sink - with_sink);
 #endif
-factor = weight_sum == 0.0f ? 0.0f : factor / weight_sum;
-if (wanted > last_vector) return;
-UNROLL for (int s = 0; s < V_SPANS; ++s) {
-  UNROLL for (int e = 0; e < 2; ++e) {
-    vec<T, W> x;
-    UNROLL for (int w = 0; w < W; ++w) x[w] = T(acc[s * W + w].thread_elements()[e] * factor);
-    device T* to = out + (row * (H * FACTOR) + head) * DV + (s * 8 + col8 + e) * W;
-    *reinterpret_cast<device vec<T, W>*>(to) = x;
+  factor = sum == 0.0f ? 0.0f : factor / sum;
+  if (vector <= last_vector) {
+    const long row = work[0] + vector / FACTOR;
+    device T* to = out + (row * (H * FACTOR) + head) * DV + row8 * W;
+    UNROLL for (int s = 0; s < V_SPANS; ++s) {
+      vec<T, W> x;
+      UNROLL for (int w = 0; w < W; ++w) x[w] = T(acc[s * W + w].thread_elements()[e] * factor);
+      *reinterpret_cast<device vec<T, W>*>(to + s * 8 * W) = x;
+    }
   }
 }

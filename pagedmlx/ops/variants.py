@@ -157,12 +157,12 @@ class DecodeVariant:
 
     @property
     def suits_matrices(self) -> bool:
-        """Whether matrices can serve it, and have more rows with a query vector than without."""
+        """Whether matrices can serve it, and more of their columns hold a query vector than not."""
         pool = self.pool
         dims = (pool.k_head_dim, pool.v_head_dim)
         return (
             self.rows * self.factor > MATRIX_ROWS // 2
-            and all(DTYPE_BYTES[dtype] == 2 for dtype in (pool.dtype, self.dtype))
+            and self.dtype == pool.dtype != "float32"
             and all(dim % 16 == 0 and dim <= MAX_MATRIX_HEAD_DIM for dim in dims)
             and pool.block_size >= MATRIX_ROWS
         )
@@ -190,8 +190,8 @@ class DecodeVariant:
     def tile(self) -> int:
         """Tokens that a SIMD-group loads before it uses them; a power of two."""
         if self.matrices:
-            # As many as leave the accumulators room in the registers.
-            return 16 if max(self.pool.k_head_dim, self.pool.v_head_dim) <= 128 else 8
+            # What the 128 registers of a thread have room for, on Apple's GPUs.
+            return 16 if max(self.pool.k_head_dim, self.pool.v_head_dim) <= 96 else 8
         per_token = _per_lane(self.pool.k_head_dim) + _per_lane(self.pool.v_head_dim)
         words = max(1, per_token * DTYPE_BYTES[self.pool.dtype] // 4)
         tile = 2

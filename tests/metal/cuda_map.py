@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 from pagedmlx.ops.launch import Kernel
-from pagedmlx.ops.sources import read_source
+from pagedmlx.ops.sources import kernel_folder
 
 _BEFORE = """
 #define __shfl_sync(mask, value, lane) simd_shuffle(value, ushort(lane))
@@ -20,16 +20,22 @@ def with_cuda_map(kernel: Kernel, source: str) -> str:
     """The source of a kernel that multiplies matrices; any other stays as it is."""
     if "matrix.h" not in kernel.headers:
         return source
-    text = read_source("cuda_matrix.h")
-    for line in re.findall(r"^(?:#define ROW_BIT|METAL_FUNC int (?:matrix|right)_).*", text, re.M):
+    text = (kernel_folder() / "cuda_matrix.h").read_text()
+    for line in re.findall(r"^(?:#define COL|METAL_FUNC int (?:matrix|right)_).*", text, re.M):
         start = re.match(r".*?\b\w+(?=\(| \d)", line)
         assert start is not None
         source, count = re.subn(rf"^{re.escape(start[0])}.*", line, source, flags=re.M)
         assert count == 1, line
-    _, template, product = text.rpartition("template <typename A>")
-    product = re.sub(r"(simdgroup_matrix<\w+, 8, 8>)&", r"thread \1&", template + product)
-    # The header ends with the sums over a row, which need no product.
-    marker = "METAL_FUNC float max_of_row"
+    # Of the functions those for float, which multiply by shuffles.
+    functions = re.findall(
+        r"(?<!>\n)^METAL_FUNC void (?:set_right|multiply_two|simdgroup_\w+)\(.*?^}$",
+        re.sub(r"(simdgroup_matrix<float, 8, 8>)&", r"thread \1&", text),
+        re.M | re.S,
+    )
+    for name in ("set_right", "multiply_two"):
+        source, count = re.subn(rf"^METAL_FUNC void {name}\(.*?^}}$", "", source, flags=re.M | re.S)
+        assert count == 1, name
+    marker = "METAL_FUNC float max_of_column"
     assert marker in source
-    source = source.replace(marker, f"{_BEFORE}{product}{marker}")
-    return source.replace("simdgroup_multiply", "cuda_multiply")
+    words = "\n".join([_BEFORE, *functions, marker])
+    return source.replace(marker, words).replace("simdgroup_multiply", "cuda_multiply")

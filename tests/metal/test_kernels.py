@@ -17,6 +17,7 @@ from pagedmlx.ops.kernels import KernelBackend, unsupported
 from pagedmlx.ops.variants import PoolShape
 from tests.metal.cases import FIRST, Variant, covering_variants, every_variant
 from tests.metal.check import check
+from tests.metal.cuda_map import with_cuda_map
 from tests.metal.launcher import FiberLauncher, RecordingLauncher
 from tests.metal.source import parse
 from tests.support.attention import make_case, to_numpy
@@ -108,8 +109,9 @@ def test_one_row_of_the_smallest_head_passes_the_strict_check(dtype):
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("split", [False, True])
-def test_order_of_threads_changes_no_bit(split, seed):
-    variant = replace(SMALL, split=split)
+@pytest.mark.parametrize("decode", ["lanes", "matrices"])
+def test_order_of_threads_changes_no_bit(decode, split, seed):
+    variant = replace(SMALL, factor=8, split=split, decode=decode)
     outputs = [
         variant.make_case(launcher).attend(variant.backend(launcher), variant.params())
         for launcher in (FiberLauncher(), FiberLauncher(seed=1000 * (seed + 1)))
@@ -118,9 +120,22 @@ def test_order_of_threads_changes_no_bit(split, seed):
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_a_grid_rounded_up_as_in_cuda_harms_nothing(rows):
+@pytest.mark.parametrize("decode", ["lanes", "matrices"])
+def test_a_grid_rounded_up_as_in_cuda_harms_nothing(decode, rows):
     launcher = FiberLauncher(rounded=True)
-    assert replace(SMALL, rows=rows).deviation(launcher) < MAX_DEVIATION
+    variant = replace(SMALL, factor=5, rows=rows, decode=decode)
+    assert variant.deviation(launcher) < MAX_DEVIATION
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("split", [False, True])
+def test_decode_by_matrices_holds_with_the_map_of_lanes_that_cuda_has(split, dtype):
+    launcher = FiberLauncher(change=with_cuda_map)
+    variant = replace(
+        SMALL, dtype=dtype, head_dims=(80, 128), factor=7, rows=2, split=split, decode="matrices"
+    )
+    assert variant.deviation(launcher) < MAX_DEVIATION
+    assert any("decode_matrix" in name for name in launcher.executed)
 
 
 def test_chunks_that_depend_on_the_sequence_alone_give_the_answer():

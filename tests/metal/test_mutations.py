@@ -13,6 +13,7 @@ from tests.metal.test_kernels import MAX_DEVIATION, SMALL
 WHOLE = replace(SMALL, rows=2, window=20, softcap=20.0)
 SPLIT = replace(WHOLE, split=True)
 LONG = replace(SPLIT, window=None, chunks=18)
+MATRICES = replace(WHOLE, decode="matrices", factor=3, head_dims=(64, 96))
 
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 BLOCK = "first_block), last_block)"
@@ -75,6 +76,70 @@ FAULTS: list[tuple[Mutation, Variant, tuple[str, ...]]] = [
         WHOLE,
         ("divergence",),
     ),
+    (Mutation("decode_matrix", "wrong index", BLOCK, f"{BLOCK} ^ 1"), MATRICES, WRONG),
+    (Mutation("decode_matrix", "wrong head", "id * H + kv_head", "id * H"), MATRICES, WRONG),
+    (Mutation("decode_matrix", "beyond the table", BLOCK, f"{BLOCK} + 1000"), MATRICES, OUTSIDE),
+    (Mutation("decode_matrix", "missing barrier", BARRIER, ""), MATRICES, RACE),
+    (
+        Mutation(
+            "decode_matrix",
+            "swapped address space of the pool",
+            "const device vec<KT",
+            "const threadgroup vec<KT",
+        ),
+        MATRICES,
+        STRICT,
+    ),
+    (
+        Mutation("decode_matrix", "dropped causal mask", "|| position >= my_end[e]", ""),
+        MATRICES,
+        WRONG,
+    ),
+    (
+        Mutation("decode_matrix", "dropped window", "position < my_end[e] - plan[1] ||", ""),
+        MATRICES,
+        WRONG,
+    ),
+    (
+        Mutation(
+            "decode_matrix",
+            "dropped mask past the end",
+            "if (partial && (position < start || position >= end)) score = MASKED;",
+            "",
+        ),
+        MATRICES,
+        WRONG,
+    ),
+    (
+        Mutation("decode_matrix", "dropped mask of V", "[e] = vec<KT, W>(KT(0));", "[e];"),
+        MATRICES,
+        WRONG,
+    ),
+    (
+        Mutation("decode_matrix", "rescale dropped", "acc[i].thread_elements()[e] *= shrink;", ";"),
+        MATRICES,
+        WRONG,
+    ),
+    (
+        Mutation("decode_matrix", "lanes mixed up", "COLUMN_BIT_2 16", "COLUMN_BIT_2 8"),
+        MATRICES,
+        WRONG,
+    ),
+    (
+        Mutation("decode_matrix", "vectors beside each other", "[col8 + e] = top", "[col8] = top"),
+        MATRICES,
+        (*WRONG, *RACE),
+    ),
+    (
+        Mutation(
+            "decode_matrix",
+            "products of some lanes",
+            "set_right(right, scores[n]);",
+            "set_right(right, scores[n]); if (row8 < 4)",
+        ),
+        MATRICES,
+        ("divergence",),
+    ),
     (Mutation("merge", "missing barrier", BARRIER, ""), LONG, RACE),
     (
         Mutation("merge", "sinks counted twice", "sum += exp2(sink", "sum += 2.0f * exp2(sink"),
@@ -89,7 +154,7 @@ FAULTS: list[tuple[Mutation, Variant, tuple[str, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize("variant", [WHOLE, SPLIT, LONG])
+@pytest.mark.parametrize("variant", [WHOLE, SPLIT, LONG, MATRICES])
 def test_without_a_fault_nothing_is_found(variant):
     nothing = Mutation("decode", "none", "const int group", "const int group")
     assert caught_by(nothing, variant, MAX_DEVIATION) == []

@@ -248,9 +248,9 @@ WRONG, RACE, STRICT = ("result",), ("race", "uninitialised"), ("strict check",)
 
 # What is planted, as what stands there and what comes instead, and who must see it.
 FAULTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
-    "causal mask off by one": ("position >= my_end", "position > my_end", WRONG),
-    "dropped causal mask": ("|| position >= my_end", "", WRONG),
-    "dropped window": ("position < my_start ||", "", WRONG),
+    "causal mask off by one": ("position >= my_end[e]", "position > my_end[e]", WRONG),
+    "dropped causal mask": ("|| position >= my_end[e]", "", WRONG),
+    "dropped window": ("position < my_end[e] - plan[1] ||", "", WRONG),
     "masks too few tiles": ("base + KEYS > low_end", "base > low_end", WRONG),
     "wrong block": ("table[position / BS]", "table[position / BS / 2]", WRONG),
     "wrong head": ("(block * H + kv_head)", "(block * H)", WRONG),
@@ -260,13 +260,13 @@ FAULTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "missing barrier before the tile": (f"{BARRIER}for", "for", RACE),
     "missing barrier after the tile": (f"{BARRIER}simdgroup_matrix", "simdgroup_matrix", RACE),
     "barrier too small": (f"{BARRIER}s", f"{BARRIER}s".replace("thread", "simd", 1), RACE),
-    "rows beside each other mixed up": ("ROW_BIT_1 8", "ROW_BIT_1 4", WRONG),
-    "dropped rescale": ("acc[i].thread_elements()[0] *= shrink;", "", WRONG),
-    "wrong lanes of V": ("v_tile[n * 8 + right_row(", "v_tile[n * 8 + right_column(", WRONG),
+    "vectors beside each other mixed up": ("COLUMN_BIT_1 4", "COLUMN_BIT_1 8", WRONG),
+    "dropped rescale": ("acc[i].thread_elements()[e] *= shrink;", ";", WRONG),
+    "wrong lanes of V": ("v_tile[n * 8 + col8 + e]", "v_tile[n * 8 + row8]", WRONG),
     "wrong vector of the piece": ("vector / FACTOR;", "vector % FACTOR;", ("race",)),
     "divergent product": (
-        "if (wanted > last_vector) return;\n",
-        "if (wanted > last_vector) return;\nsimd_sum(top);\n",
+        "if (vector <= last_vector) {\n",
+        "if (vector <= last_vector) {\nsimd_sum(top[e]);\n",
         ("divergence",),
     ),
     "swapped address space": ("device int* table", "constant int* table", STRICT),
