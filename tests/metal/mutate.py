@@ -76,6 +76,10 @@ class MutatingLauncher:
         """See ``Launcher``."""
         return self._fibers(launch)
 
+    def view(self, pool: mx.array) -> mx.array:
+        """See ``Launcher.view``."""
+        return self._fibers.view(pool)
+
     def _change(self, kernel: Kernel, source: str) -> str:
         if not self.mutation.changes(kernel):
             return source

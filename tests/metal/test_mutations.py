@@ -14,6 +14,8 @@ WHOLE = replace(SMALL, rows=2, window=20, softcap=20.0)
 SPLIT = replace(WHOLE, split=True)
 LONG = replace(SPLIT, window=None, chunks=18)
 MATRICES = replace(WHOLE, decode="matrices", factor=3, head_dims=(64, 96))
+# Without a window there are several tiles to each SIMD-group.
+SINGLE_ROWS = replace(MATRICES, rows=1, factor=5, window=None, head_dims=(128, 128))
 
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 BLOCK = "first_block), last_block)"
@@ -107,7 +109,7 @@ FAULTS: list[tuple[Mutation, Variant, tuple[str, ...]]] = [
             "if (partial && (position < start || position >= end)) score = MASKED;",
             "",
         ),
-        MATRICES,
+        SINGLE_ROWS,
         WRONG,
     ),
     (
@@ -117,7 +119,7 @@ FAULTS: list[tuple[Mutation, Variant, tuple[str, ...]]] = [
     ),
     (
         Mutation("decode_matrix", "rescale dropped", "acc[i].thread_elements()[e] *= shrink;", ";"),
-        MATRICES,
+        SINGLE_ROWS,
         WRONG,
     ),
     (
