@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,6 +30,7 @@ from pagedmlx.ops.base import AttentionParams, PagedBatch, upload
 from pagedmlx.ops.in_place import InPlaceWriter
 from pagedmlx.ops.kernels import KernelBackend
 from pagedmlx.ops.launch import MLXLauncher, gpu_platform
+from pagedmlx.ops.variants import DecodePath
 from scripts.report import save
 
 BLOCK_SIZE = 16
@@ -71,11 +73,16 @@ MAIN = (
     Shape("1 x 1024", (1024,)),
     Shape("16 x 512", (512,) * 16),
 )
-FACTOR_8 = (
+FACTORS = (
     Shape("factor 8, D 128, 16 x 4096", (4096,) * 16, 64, 8, 128),
+    Shape("factor 8, D 128, 64 x 2048", (2048,) * 64, 64, 8, 128),
+    Shape("factor 8, D 128, 1 x 32768", (32768,), 64, 8, 128),
     Shape("factor 8, D 64, 16 x 4096", (4096,) * 16, 64, 8, 64),
+    Shape("factor 8, D 256, 16 x 4096", (4096,) * 16, 32, 4, 256),
+    Shape("factor 16, D 128, 16 x 4096", (4096,) * 16, 64, 4, 128),
     Shape("factor 1, D 128, 16 x 1024", (1024,) * 16, 32, 32, 128),
 )
+"""Each by lanes and by matrices; matrices leave factor 1 to the lanes."""
 
 
 def main() -> int:
@@ -91,7 +98,12 @@ def main() -> int:
         "ceiling": measure_ceiling,
         "decode": lambda: _each(MAIN, measure_decode),
         "write_attend": lambda: _each(MAIN, partial(measure_decode, write=True)),
-        "factors": lambda: _each(FACTOR_8, measure_decode),
+        "factors": lambda: [
+            row
+            for decode in DecodePath
+            if decode is not DecodePath.AUTO
+            for row in _each(FACTORS, partial(measure_decode, decode=decode))
+        ],
         "slot_major": lambda: _each(MAIN[:4], partial(measure_decode, order=AxisOrder.SLOT_MAJOR)),
         "sdpa": lambda: [
             row for extra in (0, 1) for row in _each(MAIN[:2], partial(measure_sdpa, extra=extra))
@@ -157,6 +169,7 @@ class Layers:
         order: AxisOrder = AxisOrder.HEAD_MAJOR,
         num_rows: int = 1,
         prefill: str = "auto",
+        decode: str = "auto",
     ) -> None:
         self.shape = shape
         self.num_layers = min(64, max(4, -(-ROTATED_BYTES // shape.layer_bytes)))
@@ -175,7 +188,7 @@ class Layers:
         self.host = lay_out(spans, self.num_blocks)
         self.batch = upload(self.host)
         mx.eval(self.batch.groups[0].slot_mapping)
-        self.backend = KernelBackend(self.launcher, prefill=prefill)
+        self.backend = KernelBackend(self.launcher, prefill=prefill, decode=decode)
         self.params = AttentionParams(scale=shape.head_dim**-0.5)
         self.queries = _normal((self.host.num_rows, shape.num_heads, shape.head_dim))
         rows = (self.host.num_rows, shape.num_kv_heads, shape.head_dim)
@@ -195,11 +208,19 @@ class Layers:
 
 
 def measure_decode(
-    shape: Shape, write: bool = False, order: AxisOrder = AxisOrder.HEAD_MAJOR
+    shape: Shape,
+    write: bool = False,
+    order: AxisOrder = AxisOrder.HEAD_MAJOR,
+    decode: str = "auto",
 ) -> dict[str, Any]:
     """Microseconds of a layer, pipelined; with the step's metadata resident and fresh."""
-    layers = Layers(shape, order)
-    result: dict[str, Any] = {"shape": shape.name, "write": write, "order": order.name}
+    layers = Layers(shape, order, decode=decode)
+    result: dict[str, Any] = {
+        "shape": shape.name,
+        "write": write,
+        "order": order.name,
+        "decode": decode,
+    }
     for name, fresh in (("us", False), ("fresh_metadata_us", True)):
 
         def steps(fresh: bool = fresh) -> None:
@@ -291,18 +312,21 @@ def measure_batch_cache(shape: Shape) -> dict[str, Any]:
 
 
 def measure_prefill(rows: int, cached: int) -> dict[str, Any]:
-    """A chunk over cached tokens: both paths, beside MLX's attention on contiguous K and V."""
+    """A chunk over cached tokens: both paths, beside MLX's attention on contiguous K and V; and as
+    in a model, with its rows written before, which spares a whole prompt the gather.
+    """
     shape = Shape(f"{rows} rows over {cached}", (rows + cached,))
     length = 8
     result: dict[str, Any] = {"shape": shape.name}
-    for path in ("gather", "kernel"):
+    for path, write in product(("gather", "kernel"), (False, True)):
         layers = Layers(shape, num_rows=rows, prefill=path)
 
-        def paged(layers: Layers = layers) -> None:
-            layers.store.submit(layers.chain(layers.batch, write=False, length=length))
+        def paged(layers: Layers = layers, write: bool = write) -> None:
+            layers.store.submit(layers.chain(layers.batch, write, length))
             mx.synchronize()
 
-        result[f"{path}_us"] = round(_best(paged) / length * 1e6, 1)
+        name = f"write_{path}_us" if write else f"{path}_us"
+        result[name] = round(_best(paged) / length * 1e6, 1)
 
     kv_shape = (1, shape.num_kv_heads, rows + cached, shape.head_dim)
     keys, values = _normal(kv_shape), _normal(kv_shape)

@@ -32,7 +32,7 @@ from pagedmlx.ops.kernels import KernelBackend
 from pagedmlx.ops.launch import Launcher, MLXLauncher, gpu_platform
 from scripts.report import save
 from tests.metal.cases import covering_variants, every_variant
-from tests.support.attention import TOLERANCES, make_case
+from tests.support.attention import TOLERANCES, make_case, write_step
 from tests.support.batches import make_batch
 
 HEAD_DIMS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))
@@ -116,16 +116,24 @@ def check_long() -> dict[str, Any]:
     """Contexts around the lengths at which anything switches, together and with a window."""
     launcher = _launcher()
     spans = [(length - 1, 1) for length in BORDERS]
-    heads: dict[str, Any] = {"k_head_dim": 128, "v_head_dim": 128, "factor": 4}
     errors = {}
-    for dtype in TOLERANCES:
-        case = make_case(spans, dtype=dtype, writer=InPlaceWriter(launcher), **heads)
+    for dtype, factor in (*((dtype, 4) for dtype in TOLERANCES), ("float16", 8), ("bfloat16", 8)):
+        decode = "matrices" if factor == 8 else "lanes"
+        case = make_case(
+            spans,
+            k_head_dim=128,
+            v_head_dim=128,
+            factor=factor,
+            dtype=dtype,
+            writer=InPlaceWriter(launcher),
+        )
         for window in (None, 1000):
             params = AttentionParams(scale=128**-0.5, window=window)
+            expected = case.expected(params)
             for fixed in (False, True):
-                backend = KernelBackend(launcher, deterministic=fixed)
-                error = np.abs(case.attend(backend, params) - case.expected(params)).max()
-                errors[f"{dtype} window {window} fixed {fixed}"] = float(error)
+                backend = KernelBackend(launcher, deterministic=fixed, decode=decode)
+                error = np.abs(case.attend(backend, params) - expected).max()
+                errors[f"{dtype} {decode} window {window} fixed {fixed}"] = float(error)
     limits = {name: TOLERANCES[name.split(maxsplit=1)[0]] for name in errors}
     return {"ok": all(errors[n] <= limits[n] for n in errors), "errors": errors}
 
@@ -145,18 +153,25 @@ def check_ragged() -> dict[str, Any]:
         writer=InPlaceWriter(launcher),
     )
     params = AttentionParams(scale=128**-0.5)
-    output, expected = case.attend(KernelBackend(launcher), params), case.expected(params)
-    error = float(np.abs(output - expected).max())
-    return {"ok": error <= TOLERANCES["bfloat16"], "error": error}
+    expected = case.expected(params)
+    errors = {
+        decode: float(
+            np.abs(case.attend(KernelBackend(launcher, decode=decode), params) - expected).max()
+        )
+        for decode in ("lanes", "matrices")
+    }
+    return {"ok": max(errors.values()) <= TOLERANCES["bfloat16"], "errors": errors}
 
 
 def check_prefill() -> dict[str, Any]:
-    """Chunks of prompts, by the tiled kernel and by gather, whichever is chosen here by itself."""
+    """Chunks of prompts, by the tiled kernel and by gather, whichever is chosen here by itself;
+    and by gather where their rows were just written, which needs none for whole prompts.
+    """
     launcher, rng = _launcher(), random.Random(0)
     shares: dict[str, float | str] = {}
-    variants = product(("kernel", "gather"), TOLERANCES, HEAD_DIMS, (1, 3, 8))
+    variants = product(("kernel", "gather", "written"), TOLERANCES, HEAD_DIMS, (1, 3, 8))
     for path, dtype, dims, factor in variants:
-        if (path, dtype) == ("gather", "float32"):
+        if path != "kernel" and dtype == "float32":
             continue  # MLX's own products, which are inexact on some GPUs
         window, softcap = rng.choice((None, 40)), rng.choice((None, 20.0))
         sinks = rng.choice((False, True))
@@ -198,7 +213,10 @@ def prefill_share(
         writer=InPlaceWriter(launcher),
     )
     expected = case.expected(params)
-    error = np.abs(case.attend(KernelBackend(launcher, prefill=path), params) - expected)
+    if path == "written":
+        write_step(case)
+    backend = KernelBackend(launcher, prefill="kernel" if path == "kernel" else "gather")
+    error = np.abs(case.attend(backend, params) - expected)
     return float((error / (TOLERANCES[dtype] * (1 + np.abs(expected)))).max())
 
 

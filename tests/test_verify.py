@@ -205,7 +205,7 @@ def test_the_check_of_copies_passes_right_kernels_and_no_others(order: AxisOrder
     assert not check_kernels.copies_are_equal(still, "float16", order)
 
 
-@pytest.mark.parametrize("path", ["kernel", "gather"])
+@pytest.mark.parametrize("path", ["kernel", "gather", "written"])
 def test_the_check_of_prefill_passes_right_kernels(path: str):
     params = AttentionParams(scale=0.125, window=40)
     spans = check_kernels.CHUNKS[:3]

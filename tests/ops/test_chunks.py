@@ -15,7 +15,7 @@ from pagedmlx.ops.gather import GatherBackend
 from pagedmlx.ops.in_place import InPlaceWriter
 from pagedmlx.ops.kernels import KernelBackend
 from tests.metal.launcher import FiberLauncher
-from tests.support.attention import Case, make_case
+from tests.support.attention import Case, make_case, write_step
 from tests.support.batches import slots_of
 
 WHOLE = ((0, 20), (0, 33))
@@ -36,18 +36,6 @@ def step_case(
     case = make_case(spans, factor=2, k_head_dim=16, v_head_dim=8, dtype=dtype, writer=writer)
     write_step(case)
     return case
-
-
-def write_step(case: Case, dtype: mx.Dtype | None = None) -> None:
-    host = case.batch.host
-    counts = np.diff(host.query_start_loc)
-    keys, values = (
-        mx.array(
-            np.concatenate([a[len(a) - n :] for a, n in zip(arrays, counts, strict=True)])
-        ).astype(dtype or case.queries.dtype)
-        for arrays in (case.keys, case.values)
-    )
-    case.store.write(0, keys, values, case.batch.groups[0].slot_mapping)
 
 
 def backends(launcher: FiberLauncher) -> list[tuple[AttentionBackend, FiberLauncher | None]]:

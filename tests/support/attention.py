@@ -92,6 +92,18 @@ def make_case(
     return Case(store, upload(host), queries, keys, values, dtype)
 
 
+def write_step(case: Case, dtype: mx.Dtype | None = None) -> None:
+    """Write the step's rows once more, as a model does: all at once, at the batch's slots."""
+    counts = np.diff(case.batch.host.query_start_loc)
+    keys, values = (
+        mx.array(
+            np.concatenate([a[len(a) - n :] for a, n in zip(arrays, counts, strict=True)])
+        ).astype(dtype or case.queries.dtype)
+        for arrays in (case.keys, case.values)
+    )
+    case.store.write(0, keys, values, case.batch.groups[0].slot_mapping)
+
+
 def dense_attention(
     queries: np.ndarray,
     keys: list[np.ndarray],
