@@ -228,8 +228,11 @@ class _RecordingCache:
         is_right = keys.shape[0] == call.num_sequences and keys.shape[2] == call.length
         if not is_right or keys.shape[:3] != values.shape[:3]:
             self.problem = f"stores K and V of the shapes {keys.shape} and {values.shape}"
-        # A cache of keys only stores them twice: a pool array can't be empty.
+        # A cache of keys alone stores them twice: a pool array can't be empty.
         v_head_dim = values.shape[3] or keys.shape[3]
+        if values.shape[3] == 0 and call.num_sequences > 1:
+            # By these the model chooses what to attend to, counting back from the end.
+            self.problem = "keeps keys alone, whose places padding would shift"
         self.shape = LayerShape(keys.shape[1], keys.shape[3], v_head_dim)
         self.dtype = keys.dtype
         # Where they only stand for the blocks, their shapes let no maths of the model's own pass.

@@ -320,8 +320,8 @@ def zoo_config(model_type: str) -> dict[str, Any]:
 def _config(module: ModuleType, model_type: str) -> dict[str, Any]:
     overrides = dict(_OVERRIDES.get(model_type, {}))
     if model_type in _TEXT_OF:
-        text = {**zoo_config(_TEXT_OF[model_type]), **overrides}
-        text = text.get("text_config", text)
+        text = zoo_config(_TEXT_OF[model_type])
+        text = text.get("text_config", text) | overrides
         return {"text_config": text, "vocab_size": VOCAB_SIZE} | dict(_WRAPPERS.get(model_type, {}))
     text_args = next((getattr(module, n) for n in _TEXT_ARGS if hasattr(module, n)), None)
     if text_args is not None:
