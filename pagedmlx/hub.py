@@ -156,6 +156,29 @@ def pull(
     return ResolvedModel(folder, name, "hub")
 
 
+@dataclass(frozen=True, slots=True)
+class HubAccess:
+    """How the Hugging Face hub would be used.
+
+    Attributes:
+        endpoint: Its address.
+        offline: Whether HF_HUB_OFFLINE forbids it.
+        has_token: Whether there is a token, of HF_TOKEN or of a stored login.
+    """
+
+    endpoint: str
+    offline: bool
+    has_token: bool
+
+
+def hub_access() -> HubAccess:
+    """Look at the variables and the stored login; asks nobody."""
+    from huggingface_hub import get_token
+    from huggingface_hub.constants import ENDPOINT
+
+    return HubAccess(ENDPOINT, _is_offline(), get_token() is not None)
+
+
 def hub_cache_folder() -> Path:
     """The Hugging Face cache's folder; it may not exist yet."""
     from huggingface_hub.constants import HF_HUB_CACHE

@@ -52,7 +52,7 @@ def sampling_defaults(generation_config: Mapping[str, Any]) -> SamplingDefaults:
         if value is None or value == _OTHERS.get(key):
             continue
         if key not in known:
-            notes.append(f"sampling: the model's {key} {value!r} is not applied: not written yet")
+            notes.append(f"sampling: the model's {key} {value!r} is not applied: no such setting yet")
             continue
         try:
             SamplingParams(**{key: value})

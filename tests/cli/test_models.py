@@ -116,9 +116,21 @@ def test_doctor_tells_device_versions_attention_and_what_is_missing(cli: Cli) ->
     assert found["blas"].startswith("BLAS: ")
     assert any("kernels" in reason for reason in found["unsupported"]) != has_kernels
     assert found["folders"]["cache"].endswith("pagedmlx")
+    assert found["hub"]["offline"] is True
     text = cli("doctor").out
     assert found["device"] in text
     assert found["folders"]["config"] in text
+
+
+def test_doctor_tells_of_a_token_without_telling_the_token(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    text, as_json = cli("doctor").out, cli("doctor", "--json").out
+    assert ", online, with a token" in text
+    assert json.loads(as_json)["hub"]["has_token"] is True
+    assert "secret" not in text + as_json
 
 
 def test_doctor_says_in_one_line_that_kernels_need_a_gpu(

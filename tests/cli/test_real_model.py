@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 
 from pagedmlx.cli.app import run
 from tests.cli.conftest import REPOSITORY
@@ -25,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def generate(
-    capsys: pytest.CaptureFixture[str], model: Path, *arguments: object
+    capsys: pytest.CaptureFixture[str], model: Path | str, *arguments: object
 ) -> tuple[int, list[dict[str, Any]], str]:
     capsys.readouterr()
     code = run(["generate", str(model), *map(str, arguments), "-q", "--json", "--ignore-eos"])
@@ -101,6 +103,66 @@ def test_the_same_seed_gives_the_same_text(
     first = texts(1)
     assert first == texts(1)
     assert first[0] != first[1]
+
+
+@pytest.fixture
+def connections(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """What was asked of the network, which the libraries believe they may use."""
+    asked: list[object] = []
+
+    def refuse(_: object, address: object) -> None:
+        asked.append(address)
+        raise OSError("there is no network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    return asked
+
+
+@pytest.mark.parametrize("offline", [False, True])
+@pytest.mark.parametrize(
+    "spelling", ["{}", "{}/", "tiny model", "./tiny model/", "~/tiny model", "../links/link"]
+)
+def test_a_local_model_needs_no_network_however_it_is_spelt(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    connections: list[object],
+    folder: Path,
+    spelling: str,
+    offline: bool,
+) -> None:
+    link = folder.parents[1] / "links" / "link"
+    link.parent.mkdir(exist_ok=True)
+    if not link.exists():
+        link.symlink_to(folder)
+    monkeypatch.chdir(folder.parent)
+    monkeypatch.setenv("HOME", str(folder.parent))
+    if offline:
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    capsys.readouterr()
+    flags = ["--max-tokens", "2", "--num-blocks", "16", "-q", "--ignore-eos"]
+    assert run(["generate", spelling.format(folder), "hi", *flags]) == 0
+    assert capsys.readouterr().out
+    assert connections == []
+
+
+@pytest.mark.parametrize("name", ["./none", "/no/such", "~/none", "owner/none", "empty"])
+def test_a_model_that_is_not_here_is_told_at_once_and_offline_without_network(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    connections: list[object],
+    tmp_path: Path,
+    name: str,
+) -> None:
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path)
+    code, rows, err = generate(capsys, name, "hi", "--offline")
+    error, hint = err.splitlines()
+    assert (code, rows) == (1, [])
+    assert error.startswith("error: ")
+    assert hint.startswith("hint: ")
+    assert connections == []
 
 
 def spoil_weights(folder: Path) -> None:

@@ -34,6 +34,7 @@ def doctor(
     found = diagnose()
     report = _check_kernels() if kernels and found.problem is None else None
     versions = {name: _version(name) for name in _PACKAGES}
+    access = hub.hub_access()
     folders = {
         "cache": str(cache_folder()),
         "hub_cache": str(hub.hub_cache_folder()),
@@ -47,6 +48,7 @@ def doctor(
                 "system": platform.platform(),
                 **asdict(found),
                 "versions": versions,
+                "hub": asdict(access),
                 "folders": folders,
             }
             | ({"kernels": None if report is None else asdict(report)} if kernels else {})
@@ -61,6 +63,8 @@ def doctor(
             "largest array": _size(found.max_buffer_bytes),
             "BLAS": found.blas.removeprefix("BLAS: "),
             "attention": found.attention or "none",
+            "hub": f"{access.endpoint}, {'offline' if access.offline else 'online'}, "
+            f"{'with a' if access.has_token else 'no'} token",
             "our cache": folders["cache"],
             "hub cache": folders["hub_cache"],
             "config file": folders["config"],

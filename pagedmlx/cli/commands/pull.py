@@ -16,7 +16,7 @@ def pull(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
 ) -> None:
-    """Fetch a model, unless it is here already."""
+    """Fetch a model, or bring it up to date."""
     from pagedmlx import hub
 
     with render.download() as show:
