@@ -1,5 +1,6 @@
 // Metal's 8 x 8 matrices of a SIMD-group, said in CUDA: of 16-bit types two products with one right
-// factor are a tensor core's 16 x 8 one; float is multiplied by shuffles, for right answers only.
+// factor are a tensor core's 16 x 8 one (of compute capability 8.0 and above); float is multiplied
+// by shuffles, for right answers only.
 
 #define OPERAND(T) T
 #define COLUMN_BIT_0 4

@@ -16,9 +16,9 @@ METAL_FUNC int right_row(uint lane, int) { return matrix_row(lane); }
 METAL_FUNC int right_column(uint lane, int e) { return matrix_column(lane) + e; }
 
 // A lane's two elements are element w of two loads.
-template <typename T, int W>
-METAL_FUNC void set_pair(thread simdgroup_matrix<float, 8, 8>& matrix, thread vec<T, W>& first,
-                         thread vec<T, W>& second, int w) {
+template <typename V>
+METAL_FUNC void set_pair(thread simdgroup_matrix<float, 8, 8>& matrix, thread V& first,
+                         thread V& second, int w) {
   matrix.thread_elements()[0] = first[w];
   matrix.thread_elements()[1] = second[w];
 }

@@ -16,7 +16,7 @@ from pagedmlx.ops.kernels import KernelBackend, unsupported
 from pagedmlx.ops.variants import HEAD_DIMS, DecodeVariant, MergeVariant, PoolShape
 from tests.metal.check import check
 from tests.metal.launcher import FiberLauncher, RecordingLauncher
-from tests.support.attention import make_case
+from tests.support.attention import make_case, write_step
 
 PARAMS = AttentionParams(scale=0.125)
 SPANS = [(40, 1), (299, 1), (0, 1), (90, 3), (600, 7)]
@@ -112,6 +112,34 @@ def test_rows_that_the_kernel_writes_itself_are_as_if_written_before(
         results.append([output, *case.store.gather_slots(0, slots)])
     for together, apart in zip(*results, strict=True):
         assert mx.array_equal(together, apart)
+
+
+@pytest.mark.parametrize("wave", [1, 1 << 20], ids=["whole", "cut"])
+def test_decode_by_matrices_writes_rows_too(wave: int) -> None:
+    outputs = []
+    for decode, fused in (("lanes", True), ("matrices", True), ("matrices", False)):
+        launcher = FiberLauncher()
+        case = make_case(
+            [(40, 1), (150, 1), (0, 1)],
+            factor=8,
+            k_head_dim=64,
+            v_head_dim=96,
+            dtype="bfloat16",
+            writer=InPlaceWriter(launcher),
+        )
+        launcher.executed.clear()
+        write_step(case)
+        if not fused:
+            case.store.commit()
+        backend = KernelBackend(launcher, wave, decode=decode)
+        outputs.append(backend.attend(case.queries, 0, 0, case.store, case.batch, PARAMS))
+        np.testing.assert_allclose(
+            np.array(outputs[-1].astype(mx.float32)), case.expected(PARAMS), atol=1e-2
+        )
+        assert fused != any("write" in name for name in launcher.executed)
+        by_matrices = any("decode_matrix" in name for name in launcher.executed)
+        assert by_matrices == (decode == "matrices")
+    assert mx.array_equal(outputs[1], outputs[2])
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
