@@ -177,8 +177,8 @@ def write_document(rows: list[Row], version: str) -> None:
         "",
         "Written by `scripts/survey_models.py`; don't edit.",
         "",
-        f"mlx-lm {version} has {len(rows)} model types. A tiny random model of each ran through the "
-        "engine in float32 on the CPU (steps that mix prompts and decoding over scattered blocks, "
+        f"mlx-lm {version} has {len(rows)} model types. A tiny random model of each ran through "
+        "the engine in float32 on the CPU (steps that mix prompts and decoding over scattered blocks, "
         "prompts in chunks, prefix hits, preemption, forks), its logits and greedy tokens compared "
         "with mlx-lm's own. Windows were shorter than the prompts. It says that a type's "
         "arithmetic is right, not how well a model answers.",
@@ -194,7 +194,7 @@ def write_document(rows: list[Row], version: str) -> None:
         "",
         "Rows say how tokens go through the model. *token rows*: all of a step in one call. "
         "*sequence rows*: one call for all that decode, one for each chunk of a prompt. *single "
-        "rows*: one call for each sequence, as the model can't take a position for each row.",
+        "rows*: one call for each sequence, as the model's code is right for one alone.",
         "",
         "| Model type | Verdict | Rows | Reason |",
         "|---|---|---|---|",

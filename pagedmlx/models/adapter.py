@@ -76,6 +76,7 @@ class ModelAdapter:
             raise
         self.row_layout = survey.row_layout
         self.reads_gathers = survey.reads_gathers
+        self._mask_ndim = survey.mask_ndim
         self.vocab_size = survey.vocab_size
         self.layout = KVLayout(
             block_size=block_size,
@@ -122,6 +123,7 @@ class ModelAdapter:
         parts = sequence_rows(
             batch,
             gathers=self.reads_gathers,
+            mask_ndim=self._mask_ndim,
             max_tokens=self._max_gathered,
             fork_points=bool(self._tree.state_layers),
         )

@@ -10,6 +10,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
+    ChunkedKVCache,
     KVCache,
     RotatingKVCache,
     make_prompt_cache,
@@ -104,6 +105,9 @@ def _kind(cache: Any, model_type: str, layer: int) -> CacheKind:
         return CacheKind(KVGroupKind.FULL)
     if type(cache) is RotatingKVCache and cache.keep == 0:
         return CacheKind(KVGroupKind.WINDOW, window=int(cache.max_size))
+    if type(cache) is ChunkedKVCache:
+        # Before each call it lets go of all but the last ``chunk_size`` tokens.
+        return CacheKind(KVGroupKind.WINDOW, window=int(cache.chunk_size) + 1)
     if type(cache) is ArraysCache:
         return CacheKind(KVGroupKind.STATE, num_arrays=len(cache.cache))
     what = f"a cache of the kind {type(cache).__name__}"

@@ -9,7 +9,6 @@ from typing import Any
 
 import mlx.core as mx
 
-from pagedmlx.core.batch import BatchArrays
 from pagedmlx.kv.store import KVStore
 from pagedmlx.models.parts import Part
 from pagedmlx.ops.base import AttentionBackend, AttentionParams
@@ -36,17 +35,28 @@ class GroupRows:
         self.group = group
         self.window = window
         self._contexts: dict[int | None, Context] = {}
+        self._no_mask: mx.array | None = None
 
     def context(self, mask_window: int | None = None) -> Context:
         """Where to find what the rows see, planned when first asked for."""
         if mask_window == self.window:
             mask_window = None
         if mask_window not in self._contexts:
-            host: BatchArrays = self.part.batch.host
             self._contexts[mask_window] = find_context(
-                host, self.group, self.window, self.store.layout.block_size, mask_window
+                self.part.batch.host,
+                self.group,
+                self.window,
+                self.store.layout.block_size,
+                mask_window,
+                self.part.mask_ndim,
             )
         return self._contexts[mask_window]
+
+    def no_mask(self) -> mx.array:
+        """(S, 1, 1, 1) bool that masks nothing, for models that insist on an array."""
+        if self._no_mask is None:
+            self._no_mask = mx.ones((self.part.num_sequences, 1, 1, 1), mx.bool_)
+        return self._no_mask
 
 
 class LayerCache:
@@ -78,6 +88,17 @@ class LayerCache:
         """Tokens before the rows, and after the update those too: (S,) int32, or a number."""
         part = self.rows.part
         return part.offset if self._fetched is None else part.offset + part.length
+
+    @property
+    def start_position(self) -> int:
+        """Position of the first token that is kept: what a cache in chunks says of itself."""
+        offset, window = self.rows.part.offset, self.rows.window
+        if not isinstance(offset, int):
+            raise TypeError("a cache in chunks has one position for all rows")
+        return 0 if window is None else max(offset - window + 1, 0)
+
+    def maybe_trim_front(self) -> None:
+        """Do nothing: what is kept follows from the position."""
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write the rows' K and V.
@@ -152,11 +173,10 @@ class LayerCache:
         return output.reshape(-1, rows.part.length, num_heads, head_dim).swapaxes(1, 2)
 
     def _leaves_masking_to_blocks(self, mask: Any) -> bool:
-        if mask is None:
-            return True
-        if not self.rows.part.gathers:
-            return isinstance(mask, mx.array) and mask.dtype == mx.bool_
-        return mask is self.rows.context().mask
+        # Any other array says something that only the model knows.
+        rows = self.rows
+        ours = rows.context().mask if rows.part.gathers else rows.no_mask()
+        return mask is None or mask is ours
 
     def make_mask(
         self, num_tokens: int, return_array: bool = False, window_size: int | None = None
@@ -173,10 +193,9 @@ class LayerCache:
             For a model that reads K and V itself as in ``Context``; else, as blocks know causality
             and window, None or (S, 1, 1, 1) bool.
         """
-        part = self.rows.part
-        if part.gathers:
+        if self.rows.part.gathers:
             return self.rows.context(window_size).mask
-        return mx.ones((part.num_sequences, 1, 1, 1), mx.bool_) if return_array else None
+        return self.rows.no_mask() if return_array else None
 
 
 def _by_row(array: mx.array) -> mx.array:

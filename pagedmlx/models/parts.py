@@ -20,7 +20,7 @@ class RowLayout(StrEnum):
     SEQUENCE_ROWS: decode as (B, 1), each prefill chunk as (1, L); for models that carry a state
     from token to token or read gathered K and V.
     SINGLE_ROWS: each sequence by itself, (1, L), with its position as a plain number; for models
-    that can't take a position for each row.
+    whose code is right for one sequence alone.
     """
 
     TOKEN_ROWS = "token rows"
@@ -38,6 +38,7 @@ class Part:
         num_sequences: S.
         length: L.
         gathers: Whether the model is given the K and V that its rows see, to read them itself.
+        mask_ndim: Axes of the masks that it is given then.
     """
 
     batch: PagedBatch
@@ -45,6 +46,7 @@ class Part:
     num_sequences: int
     length: int
     gathers: bool
+    mask_ndim: int = 4
 
     @property
     def token_ids(self) -> mx.array:
@@ -58,30 +60,40 @@ def token_rows(batch: PagedBatch) -> Part:
 
 
 def sequence_rows(
-    batch: PagedBatch, *, gathers: bool, max_tokens: int | None, fork_points: bool
+    batch: PagedBatch, *, gathers: bool, mask_ndim: int, max_tokens: int | None, fork_points: bool
 ) -> Iterator[Part]:
     """Cut a step into calls of sequences with equally many rows.
 
     Args:
         batch: The step.
         gathers: As in ``Part``.
+        mask_ndim: Likewise.
         max_tokens: Most tokens whose K and V sequences that decode together may gather, padding
             included; 0 is each by itself, None is no limit.
         fork_points: End a part where the outputs of a request fork: before the last token of its
             prompt.
     """
     host = batch.host
+
+    def part(first: int, count: int, start: int, end: int) -> Part:
+        length = (end - start) // count
+        rows = batch
+        if (start, end) != (0, host.num_rows):
+            rows = _slice(batch, first, count, start, end)
+        offset = batch.positions[start:end] if count > 1 else int(host.positions[start])
+        return Part(rows, offset, count, length, gathers, mask_ndim)
+
     first = 0
     for count in _decodes(host.context_lens[: host.num_decodes].tolist(), max_tokens):
-        yield _part(batch, first, count, first, first + count, gathers)
+        yield part(first, count, first, first + count)
         first += count
     for index in range(host.num_decodes, len(host.context_lens)):
         start, end = host.query_start_loc[index : index + 2].tolist()
         fork = _fork_row(host, index) if fork_points else start
         if start < fork < end:
-            yield _part(batch, index, 1, start, fork, gathers)
+            yield part(index, 1, start, fork)
             start = fork
-        yield _part(batch, index, 1, start, end, gathers)
+        yield part(index, 1, start, end)
 
 
 def _decodes(lengths: list[int], max_tokens: int | None) -> Iterator[int]:
@@ -104,16 +116,6 @@ def _fork_row(host: BatchArrays, index: int) -> int:
         return 0
     start = int(host.query_start_loc[index])
     return start + len(request.prompt_token_ids) - 1 - int(host.positions[start])
-
-
-def _part(batch: PagedBatch, first: int, count: int, start: int, end: int, gathers: bool) -> Part:
-    """The rows [start, end) of the sequences [first, first + count)."""
-    host = batch.host
-    length = (end - start) // count
-    offset = batch.positions[start:end] if count > 1 else int(host.positions[start])
-    if (start, end) != (0, host.num_rows):
-        batch = _slice(batch, first, count, start, end)
-    return Part(batch, offset, count, length, gathers)
 
 
 def _slice(batch: PagedBatch, first: int, count: int, start: int, end: int) -> PagedBatch:

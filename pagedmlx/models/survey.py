@@ -25,6 +25,7 @@ class ModelSurvey:
     Attributes:
         row_layout: The first layout that suits the model.
         reads_gathers: Whether it reads K and V itself instead of leaving them to the blocks.
+        mask_ndim: Axes of the masks that it takes for several sequences then.
         groups: Its KV groups, in the order of their first layers.
         layers: What each of its caches stores for one token.
         state_bytes: Recurrent state of one sequence.
@@ -34,6 +35,7 @@ class ModelSurvey:
 
     row_layout: RowLayout
     reads_gathers: bool
+    mask_ndim: int
     groups: tuple[KVGroup, ...]
     layers: tuple[LayerShape, ...]
     state_bytes: int
@@ -49,6 +51,7 @@ class _Call:
     length: int
     offset: int | tuple[int, ...]
     gathers: bool = False
+    mask_ndim: int = 4
 
     @property
     def num_tokens(self) -> int:
@@ -56,11 +59,16 @@ class _Call:
         return self.length + (self.offset if isinstance(self.offset, int) else max(self.offset))
 
 
+# As many sequences as no model has KV heads, or axes that don't match might pass for such that do.
 _CALLS = {
     RowLayout.TOKEN_ROWS: [_Call(2, 1, (0, 1))],
-    RowLayout.SEQUENCE_ROWS: [_Call(1, 3, 0), _Call(2, 1, (3, 4))],
-    RowLayout.SINGLE_ROWS: [_Call(1, 3, 0), _Call(1, 1, 3)],
+    RowLayout.SEQUENCE_ROWS: [_Call(1, 1, 0), _Call(1, 8, 1), _Call(7, 1, (*range(3, 10),))],
+    RowLayout.SINGLE_ROWS: [_Call(1, 8, 0), _Call(1, 1, 8)],
 }
+
+
+# Blocks, or gathered K and V; then the query heads of a KV head may be an axis of their own.
+_WAYS = ((False, 4), (True, 4), (True, 5))
 
 
 @dataclass(slots=True)
@@ -100,9 +108,10 @@ def survey_model(
         is_token_rows = layout is RowLayout.TOKEN_ROWS
         if is_token_rows and tree.state_layers:
             continue
-        for gathers in (False,) if is_token_rows else (False, True):
+        for gathers, mask_ndim in _WAYS[:1] if is_token_rows else _WAYS:
+            calls = [replace(call, gathers=gathers, mask_ndim=mask_ndim) for call in _CALLS[layout]]
             try:
-                return _try(model, tree, selection, layout, gathers)
+                return _try(model, tree, selection, layout, calls)
             except _NotThisWayError as error:
                 problem = str(error)
     raise UnsupportedModelError(
@@ -111,12 +120,16 @@ def survey_model(
 
 
 def _try(
-    model: nn.Module, tree: CacheTree, selection: RowSelection, layout: RowLayout, gathers: bool
+    model: nn.Module,
+    tree: CacheTree,
+    selection: RowSelection,
+    layout: RowLayout,
+    calls: list[_Call],
 ) -> ModelSurvey:
     findings = _Findings()
     logits: Any = None
-    for call in _CALLS[layout]:
-        logits = _dry_run(model, tree, selection, replace(call, gathers=gathers), findings)
+    for call in calls:
+        logits = _dry_run(model, tree, selection, call, findings)
     if not isinstance(logits, mx.array) or logits.ndim != 3 or logits.shape[:2] != (1, 1):
         shape = getattr(logits, "shape", type(logits).__name__)
         raise _NotThisWayError(f"logits for one row have the form {shape}")
@@ -125,7 +138,8 @@ def _try(
     dtypes = [findings.dtypes[layer] for layer in stored] or [states[0].dtype]
     return ModelSurvey(
         row_layout=layout,
-        reads_gathers=gathers,
+        reads_gathers=calls[0].gathers,
+        mask_ndim=calls[0].mask_ndim,
         groups=tree.groups(stored),
         layers=tuple(
             findings.shapes.get(layer, LayerShape(0, 0, 0)) for layer in range(len(tree.kinds))
@@ -139,7 +153,8 @@ def _try(
 def _dry_run(
     model: nn.Module, tree: CacheTree, selection: RowSelection, call: _Call, findings: _Findings
 ) -> Any:
-    caches = [_stand_in(kind, call) for kind in tree.kinds]
+    masks: dict[CacheKind, dict[int | None, mx.array]] = {kind: {} for kind in tree.kinds}
+    caches = [_stand_in(kind, call, masks[kind]) for kind in tree.kinds]
     states = [caches[layer] for layer in tree.state_layers]
     for cache, arrays in zip(states, findings.states, strict=False):
         cache.cache = [
@@ -195,18 +210,19 @@ def _note_states(found: list[list[mx.array | None]], findings: _Findings) -> Non
     findings.states = [[None if array is None else array[:1] for array in row] for row in found]
 
 
-def _stand_in(kind: CacheKind, call: _Call) -> Any:
+def _stand_in(kind: CacheKind, call: _Call, masks: dict[int | None, mx.array]) -> Any:
     if kind.kind is KVGroupKind.STATE:
         return ArraysCache(kind.num_arrays)
-    return _RecordingCache(kind.window, call)
+    return _RecordingCache(kind.window, call, masks)
 
 
 class _RecordingCache:
-    """A layer cache that notes what the model does with it."""
+    """A layer cache that notes what the model does with it; its group shares the masks."""
 
-    def __init__(self, window: int | None, call: _Call) -> None:
+    def __init__(self, window: int | None, call: _Call, masks: dict[int | None, mx.array]) -> None:
         self.window = window
         self.call = call
+        self.masks = masks
         self.shape: LayerShape | None = None
         self.dtype: mx.Dtype | None = None
         self.attended = False
@@ -220,6 +236,15 @@ class _RecordingCache:
         added = 0 if self.shape is None else self.call.length
         offset = self.call.offset
         return offset + added if isinstance(offset, int) else mx.array(offset) + added
+
+    @property
+    def start_position(self) -> int:
+        if not isinstance(self.call.offset, int):
+            raise TypeError("a cache in chunks has one position for all rows")
+        return 0
+
+    def maybe_trim_front(self) -> None:
+        pass
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         call = self.call
@@ -260,7 +285,7 @@ class _RecordingCache:
     ) -> mx.array | None:
         if self._fetched is None or keys is not self._fetched[0] or values is not self._fetched[1]:
             return None
-        if not (mask is None or (isinstance(mask, mx.array) and mask.dtype == mx.bool_)):
+        if mask is not None and mask is not self.masks.get(None):
             return None
         self.attended = True
         assert self.shape is not None
@@ -273,9 +298,13 @@ class _RecordingCache:
         narrows = window is None or (window_size is not None and window_size < window)
         if window_size not in (None, window) and not (call.gathers and narrows):
             self.problem = f"masks to a window of {window_size}, but keeps {window or 'all'}"
+        shape: tuple[int, ...] = (call.num_sequences, 1, 1, 1)
         if call.gathers:
             shape = (call.length, call.num_tokens)
             if call.num_sequences > 1:
-                shape = (call.num_sequences, 1, *shape)
-            return mx.ones(shape, dtype=mx.bool_)
-        return mx.ones((call.num_sequences, 1, 1, 1), dtype=mx.bool_) if return_array else None
+                shape = (call.num_sequences, *(1,) * (call.mask_ndim - 3), *shape)
+        elif not return_array:
+            return None
+        # A narrower window than the cache's is another mask.
+        key = window_size if call.gathers and window_size != window else None
+        return self.masks.setdefault(key, mx.ones(shape, dtype=mx.bool_))

@@ -18,9 +18,9 @@ class Context:
     Attributes:
         slots: (S, N) int64; what is past a sequence's end names its last token's slot, so that no
             slot is read that holds no live token: a masked NaN would still poison the row.
-        mask: (S, 1, L, N) booleans, or (L, N) for one sequence; false for later tokens, for those
-            that the window has passed and for what is past the end. None where single rows see
-            it all.
+        mask: (S, 1, L, N) booleans, or with one axis of 1 more, or (L, N) for one sequence; false
+            for later tokens, for those that the window has passed and for what is past the end.
+            None where single rows see it all.
     """
 
     slots: mx.array
@@ -33,6 +33,7 @@ def find_context(
     window: int | None,
     block_size: int,
     mask_window: int | None = None,
+    mask_ndim: int = 4,
 ) -> Context:
     """Find the slots that the rows of a batch see, in the order of their tokens.
 
@@ -42,6 +43,7 @@ def find_context(
         window: Tokens that the group's layers keep for a query; None is all.
         block_size: Tokens in one block.
         mask_window: Tokens that a query sees, if fewer.
+        mask_ndim: 4, or 5 for scores with an axis for the query heads of one KV head.
     """
     ends = host.context_lens
     num_seqs = len(ends)
@@ -60,6 +62,7 @@ def find_context(
     slots = blocks.astype(np.int64) * block_size + tokens % block_size
     mask = None
     if positions.shape[1] > 1 or not seen.all():
-        shown: Any = seen[0] if num_seqs == 1 else seen[:, None]
+        axes = (1,) * (mask_ndim - 3)
+        shown: Any = seen[0] if num_seqs == 1 else seen.reshape(num_seqs, *axes, *seen.shape[1:])
         mask = mx.array(shown)
     return Context(mx.array(slots), mask)
