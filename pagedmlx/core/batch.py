@@ -48,11 +48,13 @@ class BatchArrays:
         positions: (T,) int32; a row's position within its sequence.
         query_start_loc: (S + 1,) int32.
         context_lens: (S,) int32; tokens whose K and V are in the pool once this step has written.
-        sample_rows: (R,) int32; the rows whose logits are needed.
+        sample_rows: (R,) int32; the rows whose logits are needed, in order.
         sample_sequences: The R sequences that they belong to.
         groups: One entry for each KV group.
         unread_rows: (P,) int32; the rows whose token is not known here, and 0 in ``token_ids``.
         unread_sequences: The P sequences for which the step before sampled those tokens.
+        prompt_places: (Q,) int32; which of the R rows tell how likely the prompt's next token is;
+            from each of the others a token is sampled.
     """
 
     sequences: tuple[Sequence, ...]
@@ -66,6 +68,7 @@ class BatchArrays:
     groups: tuple[GroupArrays, ...]
     unread_rows: Int32Array = field(default_factory=lambda: np.empty(0, dtype=np.int32))
     unread_sequences: tuple[Sequence, ...] = ()
+    prompt_places: Int32Array = field(default_factory=lambda: np.empty(0, dtype=np.int32))
 
     @property
     def num_rows(self) -> int:
@@ -95,7 +98,18 @@ def build_batch(step: Step, block_size: int) -> BatchArrays:
         if entry.is_unread:
             token_ids.append(0)
     unread = [index for index, entry in enumerate(entries) if entry.is_unread]
-    sampling = [index for index, entry in enumerate(entries) if entry.needs_logits]
+    # The R rows with logits: the sequence that each belongs to, and its place in the sequence.
+    sampling: list[int] = []
+    offsets: list[int] = []
+    prompt_places: list[int] = []
+    for index, entry in enumerate(entries):
+        if entry.prompt_rows:
+            prompt_places += range(len(offsets), len(offsets) + len(entry.prompt_rows))
+            offsets += (position - entry.start for position in entry.prompt_rows)
+            sampling += [index] * len(entry.prompt_rows)
+        if entry.needs_logits:
+            offsets.append(entry.num_tokens - 1)
+            sampling.append(index)
     num_groups = len(entries[0].sequence.block_tables) if entries else 0
     return BatchArrays(
         sequences=tuple(entry.sequence for entry in entries),
@@ -104,13 +118,14 @@ def build_batch(step: Step, block_size: int) -> BatchArrays:
         positions=positions,
         query_start_loc=query_start_loc,
         context_lens=starts + counts,
-        sample_rows=query_start_loc[1:][sampling] - 1,
+        sample_rows=query_start_loc[sampling] + np.array(offsets, dtype=np.int32),
         sample_sequences=tuple(entries[index].sequence for index in sampling),
         groups=tuple(
             _build_group(step, group, block_size, positions, owners) for group in range(num_groups)
         ),
         unread_rows=query_start_loc[1:][unread] - 1,
         unread_sequences=tuple(entries[index].sequence for index in unread),
+        prompt_places=np.array(prompt_places, dtype=np.int32),
     )
 
 

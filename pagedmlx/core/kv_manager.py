@@ -127,6 +127,11 @@ class KVManager:
             num_tokens=len(chains[0]) * self.block_size,
         )
 
+    def no_prefix(self) -> SharedPrefix:
+        """For a sequence that is to compute all of its tokens."""
+        nothing = ((),) * len(self.groups)
+        return SharedPrefix(blocks=nothing, entries=nothing, num_tokens=0)
+
     def is_pending(self, sequence: Sequence, prefix: SharedPrefix) -> bool:
         """Whether the first block after ``prefix`` is being computed by a step under way."""
         index = prefix.num_tokens // self.block_size

@@ -17,6 +17,7 @@ class Request:
         params: Sampling settings; ``max_tokens`` is already the number that applies.
         stop_token_ids: Every token that ends an output: the model's own unless ignored, and the
             request's.
+        bad_words: Token sequences that no output may complete.
         seed: Source of the sampling keys; drawn by the engine when the request has none.
         priority: Larger is served first.
         cache_salt: Requests share cached blocks only with requests of the same salt.
@@ -26,6 +27,7 @@ class Request:
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     stop_token_ids: frozenset[int] = frozenset()
+    bad_words: tuple[tuple[int, ...], ...] = ()
     seed: int = 0
     priority: int = 0
     cache_salt: str = ""

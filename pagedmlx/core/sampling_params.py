@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -11,6 +11,9 @@ from pagedmlx.errors import InvalidRequestError
 
 MAX_N = 64
 MAX_STOP_STRINGS = 64
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 1024
+MAX_BAD_WORDS = 256
 _MAX_SEED = 2**64 - 1
 
 
@@ -26,9 +29,23 @@ class SamplingParams:
         min_p: Drop tokens less likely than this times the most likely one, in [0, 1]; 0 is off.
         seed: Makes the output reproducible; None draws a fresh one for each request.
         max_tokens: Most tokens to generate, at least 1; None means until the context is full.
-        min_tokens: End-of-sequence, stop tokens and stop strings are ignored before this many.
+        min_tokens: Before this many, end-of-sequence and stop tokens can't be chosen and stop
+            strings are ignored.
+        repetition_penalty: Divides the positive and multiplies the negative logits of tokens that
+            are in the prompt or the output, above 0 to 100; 1 is off.
+        presence_penalty: Taken from the logits of tokens that are in the output, -2 to 2.
+        frequency_penalty: The same for each time that they are in it, -2 to 2.
+        logit_bias: Added to the logits of single tokens: pairs of a token id and a number from -100
+            to 100. A mapping is taken too, its keys may be strings.
+        allowed_token_ids: Only these can be chosen; None is all.
+        bad_words: Words that are never completed: as tokenized both alone and after a space.
+        logprobs: For each output token, its log probability and those of this many of the most
+            likely tokens, 0 to 20; None is off. They are the model's own: of its logits as they
+            are, before anything above changes them.
+        prompt_logprobs: The same for the prompt's tokens. Their cached blocks are not used then.
         stop: Strings that end the output; the match itself is not part of the text.
         stop_token_ids: Token ids that end the output, beside the model's own.
+        include_stop_str_in_output: Leave what ended the output in the text, string or token.
         ignore_eos: Go on after the model's end-of-sequence tokens.
         skip_special_tokens: Leave special tokens out of the text.
 
@@ -44,8 +61,17 @@ class SamplingParams:
     seed: int | None = None
     max_tokens: int | None = 256
     min_tokens: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
 
@@ -60,17 +86,37 @@ class SamplingParams:
         if self.max_tokens is not None:
             _check_int("max_tokens", self.max_tokens, 1, None)
         _check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
-        object.__setattr__(self, "stop", _stop_strings(self.stop))
-        object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
-        for field in ("ignore_eos", "skip_special_tokens"):
-            value = getattr(self, field)
-            if not isinstance(value, bool):
-                raise InvalidRequestError(field, f"{value!r} is not true or false")
+        _check_number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        for field in ("presence_penalty", "frequency_penalty"):
+            _check_number(field, getattr(self, field), -2.0, 2.0)
+        for field in ("logprobs", "prompt_logprobs"):
+            if getattr(self, field) is not None:
+                _check_int(field, getattr(self, field), 0, MAX_LOGPROBS)
+        for field, value in (
+            ("logit_bias", _biases(self.logit_bias)),
+            ("allowed_token_ids", _allowed(self.allowed_token_ids)),
+            ("bad_words", _bad_words(self.bad_words)),
+            ("stop", _stop_strings(self.stop)),
+            ("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids)),
+        ):
+            object.__setattr__(self, field, value)
+        for field in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, field), bool):
+                raise InvalidRequestError(field, f"{getattr(self, field)!r} is not true or false")
 
     @property
     def is_greedy(self) -> bool:
         """Whether the most likely token is taken, whatever the other settings say."""
         return self.temperature == 0.0 or self.top_k == 1
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the tokens so far change the logits."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
 
 
 def _check_int(field: str, value: object, low: int, high: int | None) -> None:
@@ -93,28 +139,73 @@ def _check_number(
 
 
 def _stop_strings(value: object) -> tuple[str, ...]:
+    # Empty ones would match everywhere, and are passed over.
+    return tuple(dict.fromkeys(filter(None, _strings("stop", value, MAX_STOP_STRINGS))))
+
+
+def _bad_words(value: object) -> tuple[str, ...]:
+    words = tuple(dict.fromkeys(_strings("bad_words", value, MAX_BAD_WORDS)))
+    if not all(word.strip() for word in words):
+        raise InvalidRequestError("bad_words", "has an empty word")
+    return words
+
+
+def _strings(field: str, value: object, most: int) -> tuple[str, ...]:
     if value is None:
         return ()
     if not isinstance(value, str | tuple | list):
-        raise InvalidRequestError("stop", f"{value!r} is not a string or a list of strings")
+        raise InvalidRequestError(field, f"{value!r} is not a string or a list of strings")
     strings = (value,) if isinstance(value, str) else tuple(cast("Iterable[object]", value))
-    if len(strings) > MAX_STOP_STRINGS:
-        raise InvalidRequestError("stop", f"{len(strings)} strings, at most {MAX_STOP_STRINGS}")
-    kept: dict[str, None] = {}
+    if len(strings) > most:
+        raise InvalidRequestError(field, f"{len(strings)} strings, at most {most}")
     for string in strings:
         if not isinstance(string, str):
-            raise InvalidRequestError("stop", f"{string!r} is not a string")
-        if string:
-            kept[string] = None
-    return tuple(kept)
+            raise InvalidRequestError(field, f"{string!r} is not a string")
+    return cast("tuple[str, ...]", strings)
 
 
-def _token_ids(value: object) -> tuple[int, ...]:
+def _token_ids(field: str, value: object) -> tuple[int, ...]:
     if value is None:
         return ()
     if not isinstance(value, tuple | list | set | frozenset):
-        raise InvalidRequestError("stop_token_ids", f"{value!r} is not a list of token ids")
+        raise InvalidRequestError(field, f"{value!r} is not a list of token ids")
     tokens = tuple(cast("Iterable[int]", value))
     for token in tokens:
-        _check_int("stop_token_ids", token, 0, None)
+        _check_int(field, token, 0, None)
     return tokens
+
+
+def _allowed(value: object) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    tokens = tuple(sorted(set(_token_ids("allowed_token_ids", value))))
+    if not tokens:
+        raise InvalidRequestError("allowed_token_ids", "is empty; at least one token is needed")
+    return tokens
+
+
+def _biases(value: object) -> tuple[tuple[int, float], ...]:
+    """Pairs of token and bias, by token; JSON's objects have strings for keys."""
+    if value is None:
+        return ()
+    pairs: dict[int, float] = {}
+    for key, bias in _bias_pairs(value):
+        token = key
+        if isinstance(key, str) and len(key) < 20 and key.isascii() and key.isdecimal():
+            token = int(key)
+        _check_int("logit_bias", token, 0, None)
+        _check_number("logit_bias", bias, -100.0, 100.0)
+        pairs[cast("int", token)] = float(cast("float", bias))
+    if len(pairs) > MAX_LOGIT_BIAS:
+        raise InvalidRequestError("logit_bias", f"{len(pairs)} tokens, at most {MAX_LOGIT_BIAS}")
+    return tuple(sorted(pairs.items()))
+
+
+def _bias_pairs(value: object) -> list[tuple[object, object]]:
+    if isinstance(value, Mapping):
+        return list(cast("Mapping[object, object]", value).items())
+    if isinstance(value, tuple | list):
+        pairs = list(cast("Iterable[object]", value))
+        if all(isinstance(pair, tuple) and len(cast("tuple[object]", pair)) == 2 for pair in pairs):
+            return cast("list[tuple[object, object]]", pairs)
+    raise InvalidRequestError("logit_bias", f"{value!r} is not a mapping of token ids to numbers")

@@ -14,6 +14,8 @@ phases: a sequence simply has more known tokens than computed ones. The policy, 
 - A sequence whose next block is being computed by a step under way waits for that step and then
   shares it, so that a burst with one system prompt computes it once.
 - The n outputs of a request fork from the first one's blocks once its prompt is there.
+- Where log probabilities of the prompt are wanted, its chunks are so short that a step has at most
+  ``max_prompt_logits`` rows of them, and nothing of it comes from the prefix cache.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ class _Plan:
     """A step in the making."""
 
     budget: int
+    prompt_logits: int
     entries: dict[int, ScheduledSequence] = field(default_factory=dict[int, ScheduledSequence])
     copies: dict[int, list[BlockCopy]] = field(default_factory=dict[int, list[BlockCopy]])
     preempted: list[int] = field(default_factory=list[int])
@@ -56,10 +59,14 @@ class Scheduler:
     Args:
         kv: The blocks.
         config: Limits and switches.
+        max_prompt_logits: Rows of logits for log probabilities of prompts in one step.
     """
 
-    def __init__(self, kv: KVManager, config: EngineConfig) -> None:
+    def __init__(
+        self, kv: KVManager, config: EngineConfig, *, max_prompt_logits: int = 128
+    ) -> None:
         self.kv = kv
+        self._max_prompt_logits = max_prompt_logits
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self._config = config
@@ -173,7 +180,7 @@ class Scheduler:
         """
         if not self.has_unfinished:
             return None
-        plan = _Plan(budget=self._config.max_num_batched_tokens)
+        plan = _Plan(self._config.max_num_batched_tokens, self._max_prompt_logits)
         for sequence in self._decodes_first():
             self._schedule_running(plan, sequence)
         self._admit_waiting(plan)
@@ -252,8 +259,12 @@ class Scheduler:
             siblings = self._running_siblings(sequence)
             if siblings and not any(self._can_fork(plan, sibling) for sibling in siblings):
                 continue  # the prompt that it will fork from is still being computed
-            prefix = self._find_shared(plan, sequence, siblings)
-            if self.kv.is_pending(sequence, prefix):
+            if sequence.lacks_prompt_logprobs:
+                prefix, must_wait = self.kv.no_prefix(), plan.prompt_logits < 1
+            else:
+                prefix = self._find_shared(plan, sequence, siblings)
+                must_wait = self.kv.is_pending(sequence, prefix)
+            if must_wait:
                 num_deferred += 1
                 continue
             if self.kv.num_blocks_short(sequence, prefix, keep) > 0:
@@ -310,8 +321,13 @@ class Scheduler:
         self._enter(plan, sequence, num_tokens, copies)
 
     def _num_tokens_for(self, sequence: Sequence, plan: _Plan) -> int:
-        left = sequence.num_tokens_ahead - sequence.num_computed_tokens
-        return min(left, self._config.prefill_chunk_size, plan.budget)
+        start = sequence.num_computed_tokens
+        left = sequence.num_tokens_ahead - start
+        num_tokens = min(left, self._config.prefill_chunk_size, plan.budget)
+        rows = sequence.prompt_rows(start, start + num_tokens)
+        if len(rows) > plan.prompt_logits:
+            return rows.start + plan.prompt_logits - start
+        return num_tokens
 
     def _enter(
         self, plan: _Plan, sequence: Sequence, num_tokens: int, copies: list[BlockCopy]
@@ -320,8 +336,16 @@ class Scheduler:
         end = start + num_tokens
         needs_logits = end == sequence.num_tokens_ahead
         plan.entries[sequence.seq_id] = ScheduledSequence(
-            sequence, start, num_tokens, needs_logits, is_unread=end > sequence.num_tokens
+            sequence,
+            start,
+            num_tokens,
+            needs_logits,
+            is_unread=end > sequence.num_tokens,
+            prompt_rows=(rows := sequence.prompt_rows(start, end)),
         )
+        if rows:
+            sequence.num_prompt_logprobs = rows.stop
+            plan.prompt_logits -= len(rows)
         sequence.num_computed_tokens = end
         sequence.num_unread_tokens += needs_logits
         plan.copies[sequence.seq_id] = copies
@@ -332,6 +356,9 @@ class Scheduler:
         if entry is not None:
             plan.budget += entry.num_tokens
             sequence.num_unread_tokens -= entry.needs_logits
+            if entry.prompt_rows:
+                sequence.num_prompt_logprobs = entry.prompt_rows.start
+                plan.prompt_logits += len(entry.prompt_rows)
             del plan.copies[sequence.seq_id]
         self.running.remove(sequence)
         self.kv.release(sequence)

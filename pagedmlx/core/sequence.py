@@ -43,6 +43,8 @@ class Sequence:
             ``token_ids``, but only the device knows them yet.
         num_cached_tokens: How many of the prompt's tokens came from the prefix cache when it was
             first admitted (from a sibling's blocks for a fork).
+        num_prompt_logprobs: Steps scheduled so far tell how likely the prompt's tokens up to this
+            position are, if its request wants to know.
         block_tables: One per KV group.
         arrival: Rises with each request; breaks ties of priority.
         status: Set by the scheduler only.
@@ -62,6 +64,7 @@ class Sequence:
     num_computed_tokens: int = 0
     num_unread_tokens: int = 0
     num_cached_tokens: int = 0
+    num_prompt_logprobs: int = 0
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: FinishReason | None = None
     num_preemptions: int = 0
@@ -93,6 +96,21 @@ class Sequence:
     def output_token_ids(self) -> list[int]:
         """The generated tokens, as a copy."""
         return self.token_ids[len(self.request.prompt_token_ids) :]
+
+    def prompt_rows(self, start: int, end: int) -> range:
+        """Positions in [start, end) that must still tell how likely the prompt's next token is.
+
+        The first of a request's outputs tells it for all.
+        """
+        if self.index > 0 or self.request.params.prompt_logprobs is None:
+            return range(0)
+        first = max(start, self.num_prompt_logprobs)
+        return range(first, max(first, min(end, self.num_prompt_tokens - 1)))
+
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """Whether there are such positions; all tokens up to the last one must be computed."""
+        return bool(self.prompt_rows(0, self.num_prompt_tokens))
 
     @property
     def is_finished(self) -> bool:

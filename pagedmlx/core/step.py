@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pagedmlx.core.sequence import Sequence
 
@@ -18,6 +18,7 @@ class ScheduledSequence:
         num_tokens: How many tokens are computed, at least 1.
         needs_logits: The last of them is the sequence's last token, so a new one is sampled.
         is_unread: That last token was sampled by the step before and is known to the device only.
+        prompt_rows: Positions among them whose logits tell how likely the prompt's next token is.
     """
 
     sequence: Sequence
@@ -25,6 +26,7 @@ class ScheduledSequence:
     num_tokens: int
     needs_logits: bool
     is_unread: bool = False
+    prompt_rows: range = range(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,24 @@ INVALID_TOKEN = -1
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """How likely the model found a token, and what it found most likely, at one position.
+
+    Attributes:
+        token_id: The token.
+        logprob: Natural logarithm of its probability.
+        rank: 1 for the most likely token; equally likely ones share a rank.
+        top: The most likely tokens, likeliest first, with their log probabilities; as many as the
+            request wants.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """What came out of a step.
 
@@ -72,7 +92,13 @@ class StepResult:
         step_id: The step's.
         sampled: Sequence id to its new token or INVALID_TOKEN, one for each entry with
             ``needs_logits``.
+        logprobs: Sequence id to what is said of that token, where the request wants it.
+        prompt_logprobs: Sequence id to what is said of the tokens after each of ``prompt_rows``.
     """
 
     step_id: int
     sampled: Mapping[int, int]
+    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict[int, TokenLogprobs])
+    prompt_logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(
+        default_factory=dict[int, tuple[TokenLogprobs, ...]]
+    )
