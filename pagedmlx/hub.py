@@ -87,8 +87,6 @@ def resolve(
         ModelNotFoundError: No model of that name, or none within reach.
         ModelStoreError: It exists but could not be fetched.
     """
-    if not name.strip():
-        raise ModelNotFoundError("the model's name is empty", hint="try smollm2")
     if name == EMBEDDED_MODEL:
         path = embedded_file()
         if path is None:
@@ -247,6 +245,8 @@ def remove(name: str) -> int:
 
 
 def _local_path(name: str) -> ResolvedModel | None:
+    if not name.strip():
+        raise ModelNotFoundError("the model's name is empty", hint=f"try {EMBEDDED_MODEL}")
     path = Path(os.path.expanduser(name))
     try:
         if path.is_dir():

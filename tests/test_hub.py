@@ -134,10 +134,11 @@ def test_a_folder_named_like_the_embedded_model_needs_a_path(
     ],
 )
 def test_a_name_that_is_nothing_is_refused_with_a_hint_and_without_network(name: str) -> None:
-    with pytest.raises(ModelNotFoundError) as caught:
-        hub.resolve(name, offline=True)
-    assert caught.value.hint
-    assert len(str(caught.value).splitlines()) == 1
+    for look in (lambda: hub.resolve(name, offline=True), lambda: hub.pull(name)):
+        with pytest.raises((ModelNotFoundError, ModelStoreError)) as caught:
+            look()
+        assert caught.value.hint
+        assert len(str(caught.value).splitlines()) == 1
 
 
 # The Hugging Face cache.

@@ -26,7 +26,7 @@ class Wishes:
     Attributes:
         config: The engine's settings, the model's name among them.
         params: Sampling settings; ``params_for`` gives those that are in force.
-        unset: Sampling settings that the user gave no value for.
+        given: Sampling settings that the user gave a value for.
         system: System message for prompts without one of their own.
         template_variables: Further variables for the chat template.
         raw: Complete the bare prompt, without the chat template.
@@ -37,7 +37,7 @@ class Wishes:
 
     config: EngineConfig
     params: SamplingParams
-    unset: frozenset[str] = frozenset()
+    given: frozenset[str] = frozenset()
     system: str | None = None
     template_variables: Mapping[str, Any] = field(default_factory=dict[str, Any])
     raw: bool = False
@@ -48,7 +48,7 @@ class Wishes:
     def params_for(self, llm: LLM) -> SamplingParams:
         """The user's sampling settings over the model's own over the defaults of the flags."""
         own = llm.sampling_defaults.items()
-        return replace(self.params, **{key: value for key, value in own if key in self.unset})
+        return replace(self.params, **{key: value for key, value in own if key not in self.given})
 
 
 @contextmanager

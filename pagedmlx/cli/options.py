@@ -253,9 +253,9 @@ def origin(field: str, ctx: typer.Context) -> str | None:
     return f"{_key(option)} in the config file" if source == "DEFAULT_MAP" else f"--{_key(option)}"
 
 
-def unset_fields(ctx: typer.Context) -> frozenset[str]:
-    """Sampling settings that neither a flag, nor a variable, nor the config file gives."""
-    return frozenset(f.field for f in SAMPLING_FLAGS if _source(f.field, ctx) == "DEFAULT")
+def given_fields(ctx: typer.Context) -> frozenset[str]:
+    """Sampling settings that a flag, a variable or the config file gives."""
+    return frozenset(f.field for f in SAMPLING_FLAGS if _source(f.field, ctx) != "DEFAULT")
 
 
 def _source(field: str, ctx: typer.Context) -> str:

@@ -45,8 +45,11 @@ def _load(config: EngineConfig, report: ProgressCallback, blas: str) -> Engine:
     from pagedmlx.engine.build import build_engine
     from pagedmlx.hub import resolve
     from pagedmlx.models.loader import load_model
+    from pagedmlx.text.tokenizer import check_tokenizer_files
 
     resolved = resolve(config.model, config.revision, config.offline, report)
+    if resolved.path.is_dir():
+        check_tokenizer_files(resolved.path)
     loaded = load_model(
         resolved.path,
         dtype=config.dtype,

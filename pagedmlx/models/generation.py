@@ -11,8 +11,23 @@ from pagedmlx.core.sampling_params import SamplingParams
 from pagedmlx.errors import InvalidRequestError
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
-_OTHERS = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+_OTHERS = {
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "typical_p": 1.0,
+    "no_repeat_ngram_size": 0,
+    "num_beams": 1,
+}
 """Further wishes, each with the value that changes nothing."""
+
+_GGUF_KEYS = {
+    "temp": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +53,16 @@ def end_token_ids(config: Mapping[str, Any]) -> frozenset[int]:
     return frozenset(found)
 
 
+def generation_config_of_gguf(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """What a generation_config.json would say, from the keys of a GGUF file."""
+    config: dict[str, Any] = {}
+    for theirs, ours in _GGUF_KEYS.items():
+        value = metadata.get(f"general.sampling.{theirs}")
+        # As float32 0.95 is 0.949999988.
+        config[ours] = float(f"{value:.6g}") if isinstance(value, float) else value
+    return config
+
+
 def sampling_defaults(generation_config: Mapping[str, Any]) -> SamplingDefaults:
     """Read the sampling settings; a value out of its range is left out and told."""
     if generation_config.get("do_sample") is False:
@@ -52,7 +77,9 @@ def sampling_defaults(generation_config: Mapping[str, Any]) -> SamplingDefaults:
         if value is None or value == _OTHERS.get(key):
             continue
         if key not in known:
-            notes.append(f"sampling: the model's {key} {value!r} is not applied: no such setting yet")
+            notes.append(
+                f"sampling: the model's {key} {value!r} is not applied: no such setting yet"
+            )
             continue
         try:
             SamplingParams(**{key: value})

@@ -14,7 +14,12 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from pagedmlx.errors import ModelLoadError, ModelNotFoundError, UnsupportedModelError, first_line
-from pagedmlx.models.generation import SamplingDefaults, end_token_ids, sampling_defaults
+from pagedmlx.models.generation import (
+    SamplingDefaults,
+    end_token_ids,
+    generation_config_of_gguf,
+    sampling_defaults,
+)
 from pagedmlx.models.gguf_weights import load_gguf
 from pagedmlx.models.weights import (
     cast_parameters,
@@ -112,6 +117,7 @@ def load_model(
         generation = _read_json(path / "generation_config.json", required=False)
     else:
         model, config, gguf_metadata = load_gguf(path, max_bytes)
+        generation = generation_config_of_gguf(gguf_metadata)
     hint = ""
     if on_cpu and wanted == mx.float32:
         if dequantize(model) and dtype == "auto":
@@ -143,6 +149,11 @@ def load_model(
 
 
 def _load_folder(path: Path, trust_remote_code: bool) -> tuple[nn.Module, dict[str, Any]]:
+    gguf = next(iter(sorted(path.glob("*.gguf"))), None)
+    if gguf is not None and not (path / "config.json").exists():
+        raise ModelLoadError(
+            f"{path.name}: the folder has a GGUF file and no config.json", hint=f"give {gguf}"
+        )
     config = _read_json(path / "config.json", required=True)
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or not re.fullmatch(r"[\w.-]+", model_type):

@@ -23,6 +23,7 @@ _END_OF_TURN = (
     "<|eot|>",
     "<|END_OF_TURN_TOKEN|>",
 )
+_FILES = ("tokenizer*.json", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 _PROBE = "a"
 
 
@@ -171,6 +172,19 @@ class Tokenizer:
         if "<|channel|>" not in template and "<|end|>" in template:
             turns.append(self.token_to_id("<|end|>"))
         return frozenset(token for token in (*given, *own_ids, *turns) if token is not None)
+
+
+def check_tokenizer_files(path: Path) -> None:
+    """Look whether a folder has a tokenizer at all, before anything large is loaded.
+
+    Raises:
+        ModelLoadError: There is none of the files that tokenizers are kept in.
+    """
+    if not any(file for pattern in _FILES for file in path.glob(pattern)):
+        raise ModelLoadError(
+            f"{path.name}: no tokenizer in the folder",
+            hint="it needs tokenizer.json and tokenizer_config.json, as on the model's page",
+        )
 
 
 def load_tokenizer(

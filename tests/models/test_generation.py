@@ -8,6 +8,8 @@ import pytest
 
 from pagedmlx import LLM, SamplingParams
 from pagedmlx.models.generation import end_token_ids, sampling_defaults
+from pagedmlx.models.loader import load_model
+from tests.support.gguf_writer import FLOAT32, INT32, tiny_llama_gguf
 from tests.support.tiny_models import save_tiny_folder
 
 
@@ -37,15 +39,25 @@ def test_the_makers_sampling_settings_are_read(
         ({"top_p": "high"}, "top_p: 'high' is not a number"),
         ({"top_k": 2.5}, "top_k: 2.5 is not a whole number"),
         ({"temperature": True}, "temperature: True is not a number"),
-        ({"repetition_penalty": 1.05}, "repetition_penalty 1.05 is not applied"),
+        ({"num_beams": 4}, "num_beams 4 is not applied"),
     ],
 )
 def test_what_cannot_be_followed_is_told_and_left_out(config: dict[str, Any], words: str) -> None:
-    found = sampling_defaults({**config, "min_p": 0.2, "frequency_penalty": 0.0})
+    found = sampling_defaults({**config, "min_p": 0.2, "repetition_penalty": 1.0})
     assert found.values == {"min_p": 0.2}
     shown, reason = found.notes
     assert shown == "sampling: min_p 0.2, by the model's own wish unless given"
     assert words in reason
+
+
+def test_a_gguf_file_may_name_its_sampling_settings_too(tmp_path: Path) -> None:
+    file, _ = tiny_llama_gguf()
+    assert load_model(file.write(tmp_path / "m.gguf")).sampling.values == {}
+    file.metadata["general.sampling.temp"] = (FLOAT32, 0.7)
+    file.metadata["general.sampling.top_k"] = (INT32, 20)
+    file.metadata["general.sampling.top_p"] = (FLOAT32, 0.95)
+    loaded = load_model(file.write(tmp_path / "m.gguf"))
+    assert loaded.sampling.values == {"temperature": 0.7, "top_k": 20, "top_p": 0.95}
 
 
 @pytest.mark.parametrize(

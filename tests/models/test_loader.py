@@ -203,6 +203,14 @@ def test_a_folder_without_a_part_says_which(folder: Path, missing: str, words: s
     assert caught.value.hint
 
 
+def test_a_folder_with_only_a_gguf_file_names_the_file(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    (folder / "m.gguf").touch()
+    with pytest.raises(ModelLoadError, match="GGUF file and no config") as caught:
+        load_model(folder)
+    assert caught.value.hint == f"give {folder / 'm.gguf'}"
+
+
 def test_a_missing_shard_is_named(folder: Path) -> None:
     index = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))

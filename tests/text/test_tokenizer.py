@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from pagedmlx.errors import InvalidRequestError, ModelLoadError, UnsupportedModelError
-from pagedmlx.text.tokenizer import Tokenizer, load_tokenizer
+from pagedmlx.text.tokenizer import Tokenizer, check_tokenizer_files, load_tokenizer
 from tests.support.tokenizers import (
     CHATML,
     SPECIAL_TOKENS,
@@ -56,6 +56,14 @@ def test_a_folder_with_a_separate_template_file_has_a_chat_template(folder):
     assert not load_tokenizer(folder).has_chat_template
     (folder / "chat_template.jinja").write_text(CHATML)
     assert load_tokenizer(folder).apply_chat_template(USER)[0] == IM_START
+
+
+def test_a_folder_without_a_tokenizer_is_told_before_the_weights_are_loaded(folder, tmp_path):
+    check_tokenizer_files(folder)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ModelLoadError, match="empty: no tokenizer in the folder") as caught:
+        check_tokenizer_files(tmp_path / "empty")
+    assert "tokenizer.json" in caught.value.hint
 
 
 def test_a_missing_or_damaged_folder_is_one_line_and_a_hint(folder, tmp_path):

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from pagedmlx.cli.options import unset_fields
+from pagedmlx.cli.options import given_fields
 from pagedmlx.config import EngineConfig
 from pagedmlx.core.sampling_params import SamplingParams
 from pagedmlx.errors import InvalidRequestError
@@ -72,7 +72,7 @@ def generate(
     wishes = Wishes(
         config=config,
         params=params,
-        unset=unset_fields(ctx),
+        given=given_fields(ctx),
         system=system,
         template_variables=variables,
         raw=raw,
@@ -98,15 +98,13 @@ def generate(
 def _template_variables(text: str | None) -> dict[str, Any]:
     try:
         value = {} if text is None else json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequestError(
-            "chat_template_kwargs", f"{text!r} is not JSON: {error}"
-        ) from error
+    except (ValueError, RecursionError):
+        value = None
     if not isinstance(value, dict):
         raise InvalidRequestError(
             "chat_template_kwargs",
             f"{text!r} is not a JSON object",
-            hint="write '{\"enable_thinking\": false}'",
+            hint="such as '{\"enable_thinking\": false}', in single quotes",
         )
     return value
 
