@@ -1,6 +1,8 @@
 """Greedy tokens of the paged engine against mlx-lm's own generation, case by case.
 
     python scripts/parity.py --model smollm2 --json FILE     # "-" prints the report
+    python scripts/parity.py --families --json FILE          # tiny random models of eight families
+    python scripts/parity.py --model tiny:gemma3_text        # one of them, or any model type
 
 Each case must give exactly mlx-lm's tokens for every prompt: alone, all in one batch, cold and then
 again from the prefix cache, as n forks, with a pool so small that sequences are preempted, and with
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -37,6 +40,11 @@ from scripts.report import save
 
 NUM_TOKENS = 48
 NUM_FORKS = 3
+TINY = "tiny:"
+FAMILIES = (
+    *("llama", "qwen3", "qwen3_moe", "gemma3_text", "gpt_oss"),
+    *("mixtral", "deepseek_v3", "qwen3_5"),
+)
 LENGTHS = (
     *(1, 2, 7, 15, 16, 17, 31, 32, 33, 48, 57, 64),
     *(65, 80, 96, 111, 127, 128, 129, 160, 200, 256, 377, 600),
@@ -152,8 +160,12 @@ def make_prompts(tokenizer: Tokenizer, lengths: Sequence[int]) -> list[list[int]
     return prompts
 
 
-def run_case(case: Case, model: str, prompts: list[list[int]], expected: list[list[int]]) -> None:
-    """Run one case on an engine of its own and count equal outputs."""
+def run_case(case: Case, model: str, prompts: list[list[int]], expected: list[list[int]]) -> bool:
+    """Run one case on an engine of its own and count equal outputs.
+
+    Returns:
+        Whether the model keeps recurrent states.
+    """
     config = EngineConfig(
         model=model, dtype="float32", check_integrity=True, pool_fill=float("nan"), **case.settings
     )
@@ -171,6 +183,7 @@ def run_case(case: Case, model: str, prompts: list[list[int]], expected: list[li
     case.num_preemptions = stats.num_preemptions
     case.num_cached_tokens = stats.num_cached_tokens
     note(f"{case.name}: {case.equal} of {case.of} equal, {case.seconds:.0f} s")
+    return stats.state_bytes > 0
 
 
 def difference(
@@ -193,31 +206,60 @@ def note(line: str) -> None:
 def main() -> int:
     """Run the script."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--model", default="smollm2", help="name, folder or GGUF file")
+    parser.add_argument("--model", default="smollm2", help="name, folder, GGUF file or tiny:TYPE")
     parser.add_argument("--json", default="-", metavar="FILE", help="report; - is stdout")
+    parser.add_argument(
+        "--families", action="store_true", help="tiny random models of eight families instead"
+    )
     parser.add_argument("--quick", action="store_true", help="fewer and shorter prompts")
     options = parser.parse_args()
 
-    path = resolve(options.model).path
+    lengths = QUICK_LENGTHS if options.quick else LENGTHS
+    models = [f"{TINY}{family}" for family in FAMILIES] if options.families else [options.model]
+    reports: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for model in models:
+            name = model.removeprefix(TINY)
+            path = resolve(model).path if name == model else save_tiny(Path(folder) / name, name)
+            reports[model] = run_model(path, lengths)
+            note(f"{model}: {'all equal' if reports[model]['good'] else 'DIFFERENT'}")
+
+    common = {"dtype": "float32", "blas": BLAS, "num_tokens": NUM_TOKENS}
+    if options.families:
+        save(common | {"models": reports}, options.json)
+    else:
+        save({"model": options.model} | common | reports[options.model], options.json)
+    return 0 if all(report["good"] for report in reports.values()) else 1
+
+
+def save_tiny(path: Path, name: str) -> Path:
+    """Write a folder with a tiny random model."""
+    from tests.support.tiny_models import save_tiny_folder
+
+    return save_tiny_folder(path, name)
+
+
+def run_model(path: Path, lengths: Sequence[int]) -> dict[str, Any]:
+    """Run all cases on one model and report on them."""
     loaded = load_model(path, dtype="float32")
     tokenizer = (
         load_tokenizer(path, eos_token_ids=loaded.eos_token_ids)
         if loaded.gguf_metadata is None
         else tokenizer_from_gguf(loaded.gguf_metadata, source=path.name)
     )
-    lengths = QUICK_LENGTHS if options.quick else LENGTHS
     prompts = make_prompts(tokenizer, lengths)
     expected = reference(loaded.model, prompts)
     cases = make_cases(lengths)
+    keeps_states = False
     for case in cases:
-        run_case(case, options.model, prompts, expected)
-
-    report: dict[str, Any] = {
-        "model": options.model,
-        "dtype": "float32",
-        "blas": BLAS,
+        keeps_states |= run_case(case, str(path), prompts, expected)
+    by_name = {case.name: case for case in cases}
+    return {
+        "good": all(case.equal == case.of for case in cases)
+        and by_name["preemption"].num_preemptions > 0
+        # A recurrent state can't be reused from the prefix cache.
+        and (by_name["prefix_cache"].num_cached_tokens > 0) is not keeps_states,
         "num_prompts": len(prompts),
-        "num_tokens": NUM_TOKENS,
         "prompt_lengths": [len(prompt) for prompt in prompts],
         "cases": {
             case.name: {
@@ -231,12 +273,6 @@ def main() -> int:
             for case in cases
         },
     }
-    save(report, options.json)
-    by_name = {case.name: case for case in cases}
-    good = all(case.equal == case.of for case in cases)
-    good = good and by_name["preemption"].num_preemptions > 0
-    good = good and by_name["prefix_cache"].num_cached_tokens > 0
-    return 0 if good else 1
 
 
 if __name__ == "__main__":

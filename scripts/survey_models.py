@@ -178,10 +178,10 @@ def write_document(rows: list[Row], version: str) -> None:
         "Written by `scripts/survey_models.py`; don't edit.",
         "",
         f"mlx-lm {version} has {len(rows)} model types. A tiny random model of each ran through "
-        "the engine in float32 on the CPU (steps that mix prompts and decoding over scattered blocks, "
-        "prompts in chunks, prefix hits, preemption, forks), its logits and greedy tokens compared "
-        "with mlx-lm's own. Windows were shorter than the prompts. It says that a type's "
-        "arithmetic is right, not how well a model answers.",
+        "the engine in float32 on the CPU: steps that mix prompts and decoding over scattered "
+        "blocks, prompts in chunks, prefix hits, preemption, forks. Its logits and greedy tokens "
+        "were compared with mlx-lm's own. Windows were shorter than the prompts. It says that a "
+        "type's arithmetic is right, not how well a model answers.",
         "",
         f"* **native** ({counts['native']}): all attention is on the blocks.",
         f"* **gathered** ({counts['gathered']}): the model has attention maths of its own in some "

@@ -124,7 +124,7 @@ def build_model(config: Mapping[str, Any], seed: int = 0) -> nn.Module:
 
 def tiny_model(name: str = "llama", seed: int = 0) -> LoadedModel:
     """One of ``CONFIGS`` or of mlx-lm's model types as if it had been loaded."""
-    config = CONFIGS[name] if name in CONFIGS else zoo_config(name)
+    config = _config(name)
     model = build_model(config, seed)
     return LoadedModel(
         model=model,
@@ -140,13 +140,17 @@ def tiny_model(name: str = "llama", seed: int = 0) -> LoadedModel:
     )
 
 
+def _config(name: str) -> Mapping[str, Any]:
+    return CONFIGS[name] if name in CONFIGS else zoo_config(name)
+
+
 def save_tiny_folder(
     path: Path, name: str = "llama", seed: int = 0, max_model_len: int = 4096
 ) -> Path:
     """Write a folder that loads: config, weights, byte-level tokenizer and chat template."""
     path.mkdir(parents=True, exist_ok=True)
     config = {
-        **CONFIGS[name],
+        **_config(name),
         "max_position_embeddings": max_model_len,
         "bos_token_id": 0,
         "eos_token_id": 1,
