@@ -131,8 +131,8 @@ def takes_kernel(path: PrefillPath, variant: PrefillVariant, platform: Platform)
     """Whether prefill chunks go through the kernel, and not through a gather and MLX's attention.
 
     By itself it is taken where it is expected to be faster: on Metal, for the types that the
-    matrix units are fed from 16 bits and the head sizes that fit the registers well. On CUDA its
-    matrices are emulated.
+    matrix units are fed from 16 bits and the head sizes that fit the registers well. On CUDA MLX's
+    own attention has larger matrices.
     """
     if path is PrefillPath.GATHER or not variant.is_supported:
         return False
