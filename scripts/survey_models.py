@@ -74,7 +74,7 @@ def survey(model_type: str) -> Row:
         row = logits(loaded)
     except PagedMLXError as error:
         return Row(model_type, "refused", reason=str(error).removeprefix(f"{model_type}: "))
-    runs = run_every_way(loaded, VOCAB_SIZE)
+    runs = run_every_way(loaded, VOCAB_SIZE, depth=1)
     faults = [f"{name}: other tokens" for name, equal in runs.equal.items() if not equal]
     if row.error > MAX_ERROR:
         faults.append(f"logits differ by {row.error:.1g}")

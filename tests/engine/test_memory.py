@@ -1,12 +1,19 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from pagedmlx.config import EngineConfig
 from pagedmlx.core.groups import KVGroup, KVGroupKind
-from pagedmlx.engine.memory import MAX_DEFAULT_POOL_BYTES, PoolPlan, device_memory_bytes, plan_pool
+from pagedmlx.engine.memory import (
+    MAX_DEFAULT_POOL_BYTES,
+    STATE_ONLY_TOKENS,
+    PoolPlan,
+    device_memory_bytes,
+    plan_pool,
+)
 from pagedmlx.errors import InvalidRequestError
 from pagedmlx.kv.layout import KVLayout, LayerShape
 
@@ -22,9 +29,10 @@ BLOCK_BYTES = 16 * 4 * 2 * 128 * 2
 
 def plan(weights: int = GIB, device: int = 8 * GIB, **settings: Any) -> PoolPlan:
     on_gpu = settings.pop("on_gpu", True)
+    layout = settings.pop("layout", LAYOUT)
     return plan_pool(
         EngineConfig(**settings),
-        LAYOUT,
+        layout,
         parameter_bytes=weights,
         headroom_bytes=GIB // 2,
         device_bytes=device,
@@ -72,3 +80,35 @@ def test_a_pool_that_does_not_fit_is_refused_with_the_numbers(
 
 def test_the_device_has_memory():
     assert device_memory_bytes() > GIB // 4
+
+
+STATES = replace(LAYOUT, state_bytes=100 * BLOCK_BYTES)
+
+
+def test_states_come_out_of_the_pools_memory_and_take_half_of_it_at_most():
+    plenty = plan(layout=STATES, kv_cache_memory=1000 * BLOCK_BYTES, max_num_seqs=3)
+    assert (plenty.max_num_seqs, plenty.state_bytes) == (3, 300 * BLOCK_BYTES)
+    assert plenty.num_blocks == (700, 700)
+    tight = plan(layout=STATES, kv_cache_memory=1000 * BLOCK_BYTES)
+    assert (tight.max_num_seqs, tight.num_blocks) == (5, (500, 500))
+
+
+def test_states_come_on_top_of_a_given_number_of_blocks():
+    pool = plan(layout=STATES, num_blocks=10, max_num_seqs=4)
+    assert (pool.num_blocks, pool.max_num_seqs) == ((10, 10), 4)
+    assert pool.state_bytes == 400 * BLOCK_BYTES
+    with pytest.raises(InvalidRequestError, match="blocks and states"):
+        plan(layout=STATES, num_blocks=10, max_num_seqs=10**6)
+
+
+def test_blocks_that_take_no_memory_leave_it_all_to_states():
+    layout = replace(STATES, groups=(KVGroup(KVGroupKind.FULL, ()),))
+    pool = plan(layout=layout, kv_cache_memory=1000 * BLOCK_BYTES)
+    assert (pool.max_num_seqs, pool.pool_bytes) == (10, 0)
+    assert pool.capacity_tokens == STATE_ONLY_TOKENS
+    assert plan(layout=layout, num_blocks=7).capacity_tokens == 7 * 16
+
+
+def test_a_state_that_does_not_fit_is_refused_with_the_numbers():
+    with pytest.raises(InvalidRequestError, match=f"state of {STATES.state_bytes}"):
+        plan(layout=STATES, kv_cache_memory=50 * BLOCK_BYTES)

@@ -59,17 +59,23 @@ def expected_tokens(model: Any, prompt: Sequence[int], count: int = NUM_TOKENS) 
     return tokens
 
 
-def run_every_way(loaded: LoadedModel, vocab_size: int) -> Runs:
+def run_every_way(loaded: LoadedModel, vocab_size: int, depth: int = 0) -> Runs:
     """Run prompts of many lengths beside each other over a small pool full of NaN.
 
     Blocks of 4 tokens, prompts in chunks of 7, and too few blocks for all. Everything runs twice,
     the second time from the prefix cache where there is one, then as outputs that fork from one
     prompt. Afterwards this thread is done with MLX.
+
+    Args:
+        loaded: The model, loaded on this thread.
+        vocab_size: Token ids in prompts are below this.
+        depth: Steps that are dispatched ahead, as where the pool is updated in place.
     """
     prompts = make_prompts(vocab_size)
     expected = [expected_tokens(loaded.model, prompt) for prompt in prompts]
     forked = [tokens for tokens in expected for _ in range(NUM_FORKS)]
     engine = _engine(loaded, num_blocks=-(-(max(LENGTHS) + NUM_TOKENS) // 4) + 6)
+    engine._runner.depth = depth
     try:
         equal = {
             "batch": _run(engine, prompts) == expected,
