@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import signal
@@ -20,6 +21,7 @@ from huggingface_hub import constants
 from pagedmlx import download, embedded, hub
 from pagedmlx.errors import ModelNotFoundError, ModelStoreError, PagedMLXError
 from tests.support.fake_hub import SHA, FakeHub
+from tests.support.tiny_models import save_tiny_folder
 
 REPOSITORY = Path(__file__).parents[1]
 FILES = {
@@ -224,16 +226,38 @@ def test_a_system_that_refuses_is_one_line_and_a_hint(
 
 
 def pull(server: FakeHub, cache: Path, prelude: str = "") -> subprocess.Popen[str]:
+    return start(server, cache, "pull", "owner/model", prelude=prelude)
+
+
+def start(
+    server: FakeHub, cache: Path, *arguments: str, prelude: str = ""
+) -> subprocess.Popen[str]:
     code = f"{prelude}\nfrom pagedmlx.cli.app import main\nmain()\n"
     environment = {**os.environ, "HF_ENDPOINT": server.url, "HF_HOME": str(cache.parent)}
     environment |= {"HF_HUB_OFFLINE": "0", "PYTHONPATH": str(REPOSITORY)}
     return subprocess.Popen(
-        [sys.executable, "-c", code, "pull", "owner/model"],
+        [sys.executable, "-c", code, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env=environment,
     )
+
+
+def test_a_model_comes_answers_and_answers_offline(
+    server: FakeHub, cache: Path, tmp_path: Path
+) -> None:
+    folder = save_tiny_folder(tmp_path / "tiny")
+    server.files = {**OTHERS, **{path.name: path.read_bytes() for path in folder.iterdir()}}
+    flags = ("--max-tokens", "2", "--num-blocks", "16", "--json")
+    answers = []
+    for more in ((), ("--offline",)):
+        process = start(server, cache, "generate", "owner/model", "hi", *flags, *more)
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 0, err
+        assert ("fetching owner/model" in err) == (not more)
+        answers.append(json.loads(out)["outputs"])
+    assert answers[0] == answers[1]
 
 
 def wait_until(condition: Callable[[], object]) -> None:

@@ -14,15 +14,17 @@ class Detokenizer:
 
     A character is shown when all its bytes are there, and nothing is shown that may still become
     part of a stop string. The text ends right before the stop string that is complete first (see
-    ``StopMatcher``); one that a token before the ``min_tokens``-th completes doesn't count. A
+    ``StopMatcher``), or after it, as ``include_stop_str_in_output`` says; one that a token before the ``min_tokens``-th completes doesn't count. A
     character cut off by the end of the output is dropped. Special tokens are left out when
     ``skip_special_tokens`` says so. Constant work per token, amortised.
 
-    The token that ended the output (end of sequence or a stop token) is not text: don't add it.
+    The token that ended the output (end of sequence or a stop token) is not text: don't add it,
+    unless the text is to include it.
 
     Args:
         tokenizer: The model's tokenizer.
-        params: The request's ``stop``, ``min_tokens`` and ``skip_special_tokens`` are used.
+        params: The request's ``stop``, ``include_stop_str_in_output``, ``min_tokens`` and
+            ``skip_special_tokens`` are used.
         prompt_token_ids: Tokens that the output's text goes on from. Give the prompt for a
             completion, so that a leading space that the tokenizer only writes between words is
             kept; leave it out for a chat answer, which is then the decode of the output alone.
@@ -39,7 +41,7 @@ class Detokenizer:
         self._stream = tokenizer.token_stream(
             skip_special_tokens=params.skip_special_tokens, context=prompt_token_ids
         )
-        self._stops = StopMatcher(params.stop)
+        self._stops = StopMatcher(params.stop, include=params.include_stop_str_in_output)
         self._min_tokens = params.min_tokens
         self._pieces: list[str] = []
         self._finished = False

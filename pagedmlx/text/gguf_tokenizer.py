@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
 _ID_NAMES = ("bos", "eos", "unknown", "padding", "eot", "eom")
+# A file names one end; the makers' own lists have the end of a turn and that of a text.
+_END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>")
 _SPACE_MARK = "\N{LOWER ONE EIGHTH BLOCK}"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _WORDS = (
@@ -116,6 +118,8 @@ def tokenizer_from_gguf(metadata: Mapping[str, object], *, source: str) -> Token
     )
     inner.chat_template = _text(metadata.get("tokenizer.chat_template"))
     ends = [index for name in ("eos", "eot", "eom") if (index := ids[name]) is not None]
+    control = vocabulary.of_type(_TokenType.CONTROL)
+    ends += [vocabulary.ids[token] for token in _END_OF_TEXT if token in control]
     return Tokenizer(inner, eos_token_ids=ends)
 
 

@@ -10,15 +10,17 @@ class StopMatcher:
 
     The first stop string to be *complete* wins; of those complete at the same character, the
     longest. Text is released up to the longest tail that begins some stop string, so nothing of a
-    match is ever shown, and how the text is cut into pieces makes no difference. Each stop string
+    match is ever shown (unless it is to be part of the text), and how the text is cut into pieces makes no difference. Each stop string
     is followed by its own Knuth-Morris-Pratt automaton: constant work per character, amortised.
 
     Args:
         stops: Stop strings, none of them empty.
+        include: The match is part of the text.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
         self._stops = tuple(stops)
+        self._include = include
         self._borders = tuple(_borders(stop) for stop in self._stops)
         self._matched = [0] * len(self._stops)
         self._held = ""
@@ -40,7 +42,7 @@ class StopMatcher:
             if complete and armed:
                 self.match = max(complete, key=len)
                 self._held = ""
-                return pending[: end + 1 - len(self.match)]
+                return pending[: end + 1 - (0 if self._include else len(self.match))]
         shown = len(pending) - max(self._matched, default=0)
         self._held = pending[shown:]
         return pending[:shown]

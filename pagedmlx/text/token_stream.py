@@ -118,17 +118,22 @@ class ByteStream:
 
     def push(self, token_id: int) -> str:
         """Take one id; return the text that is now certain."""
+        return self._utf8.decode(self.spell(token_id))
+
+    def spell(self, token_id: int) -> bytes:
+        """Take one id; return the bytes that it adds to the text."""
         token = None if token_id in self._skipped else self._token_of(token_id)
         if token is None:
-            return ""
-        text = self._utf8.decode(self._spelling.spell(token))
-        while self._num_strip and text:
-            if text[0] != self._spelling.strip:
+            return b""
+        data = self._spelling.spell(token)
+        strip = self._spelling.strip.encode()
+        while self._num_strip and data:
+            if not data.startswith(strip):
                 self._num_strip = 0
                 break
-            text = text[1:]
+            data = data[len(strip) :]
             self._num_strip -= 1
-        return text
+        return data
 
     def flush(self) -> str:
         """Nothing, or what stands for bytes that could never have become a character."""

@@ -6,7 +6,7 @@ A thin wrapper over a fast tokenizer of transformers, which is imported only whe
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,7 @@ class Tokenizer:
         backend.no_padding()
         added = backend.get_added_tokens_decoder()
         self._special = {index: token.content for index, token in added.items() if token.special}
+        self._bytes: dict[int, bytes] = {}
         self._spelling = TokenBytes.from_decoder(_state(backend.decoder))
         self.special_token_ids: frozenset[int] = frozenset(self._special)
         self.bos_token_id: int | None = inner.bos_token_id
@@ -154,6 +155,43 @@ class Tokenizer:
         return ByteStream(
             self._spelling, self._backend.id_to_token, skipped=skipped, at_start=at_start
         )
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for within a text; a special token's are its name's.
+
+        Where the tokenizer's text is not its tokens' joined bytes, this is what the token alone
+        adds after a letter.
+        """
+        found = self._bytes.get(token_id)
+        if found is None:
+            found = self._bytes[token_id] = self._token_bytes(token_id)
+        return found
+
+    def spelling(
+        self, *, skip_special_tokens: bool = True, context: Sequence[int] = ()
+    ) -> Callable[[int], bytes]:
+        """A fresh function that is given ids one by one and tells what bytes each adds to the text.
+
+        Args:
+            skip_special_tokens: Special tokens add nothing.
+            context: Ids that come before the first one.
+        """
+        stream = self.token_stream(skip_special_tokens=skip_special_tokens, context=context)
+        if isinstance(stream, ByteStream):
+            return stream.spell
+        skipped = self.special_token_ids if skip_special_tokens else frozenset[int]()
+        return lambda token_id: b"" if token_id in skipped else self.token_bytes(token_id)
+
+    def _token_bytes(self, token_id: int) -> bytes:
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        if token_id in self._special:
+            return self._special[token_id].encode()
+        if self._spelling is not None:
+            return self._spelling.spell(token)
+        probe = self._encode(_PROBE, add_special_tokens=False)
+        return self.decode([*probe, token_id]).removeprefix(self.decode(probe)).encode()
 
     def _encode(self, text: str, *, add_special_tokens: bool, field: str = "prompt") -> list[int]:
         try:

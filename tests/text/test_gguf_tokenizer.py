@@ -62,7 +62,8 @@ def test_smollm2_gives_the_published_ids(text, ids):
 
 def test_smollm2_knows_its_special_tokens():
     tokenizer = smollm2_tokenizer()
-    assert tokenizer.eos_token_ids == {tokenizer.token_to_id("<|im_end|>")} == {2}
+    ends = {tokenizer.token_to_id("<|im_end|>"), tokenizer.token_to_id("<|endoftext|>")}
+    assert tokenizer.eos_token_ids == ends == {2, 0}
     assert tokenizer.special_token_ids == set(range(17))
     assert tokenizer.bos_token_id == 1
     assert tokenizer.vocab_size == 49152
@@ -152,6 +153,18 @@ def test_end_of_turn_token_of_the_file_ends_the_output_too():
     tokenizer = tokenizer_from_gguf(byte_level_metadata(eot_token_id=4), source="t")
     assert tokenizer.eos_token_ids == {2, 4}
     assert not tokenizer.has_chat_template
+
+
+@pytest.mark.parametrize(("kind", "ends"), [(3, True), (1, False)])
+@pytest.mark.parametrize("token", ["<|endoftext|>", "<|end_of_text|>"])
+def test_the_end_of_a_text_ends_the_output_too_if_it_is_a_control_token(token, kind, ends):
+    base = byte_level_metadata()
+    tokens = [*base["tokenizer.ggml.tokens"], token]
+    types = [*base["tokenizer.ggml.token_type"], kind]
+    tokenizer = tokenizer_from_gguf(
+        byte_level_metadata(tokens=tokens, token_type=types), source="t"
+    )
+    assert (len(tokens) - 1 in tokenizer.eos_token_ids) == ends
 
 
 def test_user_defined_tokens_are_whole_but_not_special():
