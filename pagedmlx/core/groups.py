@@ -7,11 +7,14 @@ from enum import StrEnum
 
 
 class KVGroupKind(StrEnum):
-    """What the layers of a group remember of a sequence."""
+    """What the layers of a group remember of a sequence.
+
+    Layers with a recurrent state have no blocks: they are in no group, and the core doesn't know
+    of them.
+    """
 
     FULL = "full"
     WINDOW = "window"
-    STATE = "state"
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +22,7 @@ class KVGroup:
     """A set of layers with one block pool and one block table per sequence.
 
     Attributes:
-        kind: FULL keeps every token, WINDOW the last ``window`` tokens (the current one
-            included), STATE a recurrent state of fixed size.
+        kind: FULL keeps every token, WINDOW the last ``window`` tokens (the current one included).
         layers: Indexes into the model's list of layer caches, ascending.
         window: Number of tokens that a query sees, itself included; None unless WINDOW.
     """

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pagedmlx.core.block import Block
 from pagedmlx.core.block_pool import BlockPool
 from pagedmlx.core.block_table import BlockTable
-from pagedmlx.core.groups import KVGroup, KVGroupKind
+from pagedmlx.core.groups import KVGroup
 from pagedmlx.core.prefix import HashFunction, PrefixEntry, PrefixIndex, hash_tokens, root_hash
 from pagedmlx.core.sequence import Sequence
 from pagedmlx.core.step import BlockCopy
@@ -56,7 +56,6 @@ class KVManager:
         hash_function: HashFunction = hash_tokens,
     ) -> None:
         assert len(groups) == len(num_blocks) >= 1
-        assert all(group.kind is not KVGroupKind.STATE for group in groups)
         self.groups = groups
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching

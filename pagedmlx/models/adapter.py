@@ -148,7 +148,9 @@ class ModelAdapter:
         num_rows = part.batch.host.num_rows
 
         def select(hidden: mx.array) -> mx.array:
-            by_row = hidden.reshape(num_rows, 1, hidden.shape[-1])
+            by_row = hidden
+            if hidden.shape[1] > 1:
+                by_row = hidden.reshape(num_rows, 1, hidden.shape[-1])
             return by_row if len(sample_rows) == num_rows else by_row[selected]
 
         with self._selection.using(select):

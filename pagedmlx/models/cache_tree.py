@@ -22,15 +22,13 @@ from pagedmlx.errors import UnsupportedModelError
 
 @dataclass(frozen=True, slots=True)
 class CacheKind:
-    """One of a model's layer caches.
+    """One of a model's layer caches: it keeps all tokens, a window of them, or a state.
 
     Attributes:
-        kind: What it remembers.
-        window: Tokens that a query sees, if WINDOW.
-        num_arrays: How many arrays it keeps, if STATE.
+        window: Tokens that a query sees; None is all.
+        num_arrays: How many arrays a recurrent state has; 0 for K and V.
     """
 
-    kind: KVGroupKind
     window: int | None = None
     num_arrays: int = 0
 
@@ -51,7 +49,7 @@ class CacheTree:
     @property
     def state_layers(self) -> tuple[int, ...]:
         """Indexes of the caches that hold a recurrent state."""
-        return tuple(i for i, each in enumerate(self.kinds) if each.kind is KVGroupKind.STATE)
+        return tuple(index for index, each in enumerate(self.kinds) if each.num_arrays)
 
     def groups(self, layers: Sequence[int]) -> tuple[KVGroup, ...]:
         """Group layers that keep the same span of history, in the order of their first layers.
@@ -60,13 +58,16 @@ class CacheTree:
             layers: Those that store K and V. If there are none, blocks still count tokens: one
                 group has no layers then.
         """
-        members: dict[CacheKind, list[int]] = {}
+        members: dict[int | None, list[int]] = {}
         for layer in layers:
-            members.setdefault(self.kinds[layer], []).append(layer)
+            members.setdefault(self.kinds[layer].window, []).append(layer)
         if not members:
             return (KVGroup(KVGroupKind.FULL, ()),)
         return tuple(
-            KVGroup(each.kind, tuple(layers), each.window) for each, layers in members.items()
+            KVGroup(
+                KVGroupKind.FULL if window is None else KVGroupKind.WINDOW, tuple(layers), window
+            )
+            for window, layers in members.items()
         )
 
     def arrange(self, caches: Sequence[Any]) -> list[Any]:
@@ -102,14 +103,14 @@ def read_caches(model: nn.Module, model_type: str) -> CacheTree:
 def _kind(cache: Any, model_type: str, layer: int) -> CacheKind:
     # By exact type: a subclass may keep something else.
     if type(cache) is KVCache:
-        return CacheKind(KVGroupKind.FULL)
+        return CacheKind()
     if type(cache) is RotatingKVCache and cache.keep == 0:
-        return CacheKind(KVGroupKind.WINDOW, window=int(cache.max_size))
+        return CacheKind(window=int(cache.max_size))
     if type(cache) is ChunkedKVCache:
         # Before each call it lets go of all but the last ``chunk_size`` tokens.
-        return CacheKind(KVGroupKind.WINDOW, window=int(cache.chunk_size) + 1)
+        return CacheKind(window=int(cache.chunk_size) + 1)
     if type(cache) is ArraysCache:
-        return CacheKind(KVGroupKind.STATE, num_arrays=len(cache.cache))
+        return CacheKind(num_arrays=len(cache.cache))
     what = f"a cache of the kind {type(cache).__name__}"
     if type(cache) is RotatingKVCache:
         what = f"its first {cache.keep} tokens and a window (RotatingKVCache)"

@@ -147,14 +147,16 @@ class _Probe:
     Args:
         seq_id: Its id.
         table: Its blocks in every group.
-        start: Tokens that are taken to be there already.
+
+    Attributes:
+        start: Tokens that are there already.
     """
 
-    def __init__(self, seq_id: int, table: Tokens, start: int = 0) -> None:
+    def __init__(self, seq_id: int, table: Tokens) -> None:
         request = Request(f"probe {seq_id}", (0,), SamplingParams())
         self.sequence = Sequence(seq_id, request, 0, [], ())
         self.table = table
-        self.start = start
+        self.start = 0
 
 
 def _step(adapter: ModelAdapter, store: KVStore, parts: list[tuple[_Probe, Tokens]]) -> mx.array:
@@ -224,9 +226,13 @@ def warm_up(adapter: ModelAdapter, writer: PoolWriter, context_len: int) -> None
     store = KVStore(layout, (2,) * len(layout.groups), writer=writer)
     table = np.zeros(-(-context_len // layout.block_size), dtype=np.int32)
     table[-1] = 1
-    # Whatever state layers keep starts in the middle of a text here, from nothing.
-    probe = _Probe(0, table, start=context_len - 1)
-    mx.eval(_step(adapter, store, [(probe, np.zeros(1, np.int32))]))
+    probe = _Probe(0, table)
+    # A recurrent state must come from somewhere; that the tokens between are missing is no matter.
+    token = np.zeros(1, np.int32)
+    logits = [_step(adapter, store, [(probe, token)])]
+    probe.start = context_len - 1
+    logits.append(_step(adapter, store, [(probe, token)]))
+    mx.eval(logits)
 
 
 def run_dummy_chunk(adapter: ModelAdapter, num_rows: int, writer: PoolWriter | None = None) -> None:

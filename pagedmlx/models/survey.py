@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache
 
-from pagedmlx.core.groups import KVGroup, KVGroupKind
+from pagedmlx.core.groups import KVGroup
 from pagedmlx.errors import UnsupportedModelError, first_line
 from pagedmlx.kv.layout import LayerShape
 from pagedmlx.models.cache_tree import CacheKind, CacheTree
@@ -211,7 +211,7 @@ def _note_states(found: list[list[mx.array | None]], findings: _Findings) -> Non
 
 
 def _stand_in(kind: CacheKind, call: _Call, masks: dict[int | None, mx.array]) -> Any:
-    if kind.kind is KVGroupKind.STATE:
+    if kind.num_arrays:
         return ArraysCache(kind.num_arrays)
     return _RecordingCache(kind.window, call, masks)
 

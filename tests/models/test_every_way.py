@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
+import mlx.core as mx
 import pytest
 
+from pagedmlx.engine import build
+from pagedmlx.kv.writer import FunctionalWriter, LayerPool
+from pagedmlx.models.adapter import ModelAdapter
+from pagedmlx.models.probe import run_dummy_chunk, warm_up
+from pagedmlx.ops import make_backend
+from pagedmlx.ops.gather import GatherBackend
+from pagedmlx.ops.paths import AttentionPath
 from tests.support.greedy import Runs, run_every_way
 from tests.support.tiny_models import HYBRID, VOCAB_SIZE, tiny_model
 
@@ -42,3 +51,41 @@ def test_tokens_are_mlx_lms_whatever_happens_on_the_way(name: str, depth: int) -
     assert (runs.num_cached_tokens > 0) is not is_hybrid
     assert any(note.startswith("prefix cache: off") for note in runs.notes) is is_hybrid
     assert any(note.startswith("states: at most") for note in runs.notes) is is_hybrid
+
+
+class TokenWriter:
+    """Updates functionally, but says that it does so in place: steps are not waited for."""
+
+    def __init__(self) -> None:
+        self.inner = FunctionalWriter()
+
+    def first_token(self) -> mx.array:
+        return mx.zeros(8, mx.int32)
+
+    def adopt(self, pool: LayerPool) -> LayerPool:
+        return pool
+
+    def write(self, *arguments: Any) -> mx.array:
+        self.inner.write(*arguments)
+        return arguments[-1]
+
+    def copy_blocks(self, *arguments: Any) -> mx.array:
+        self.inner.copy_blocks(*arguments)
+        return arguments[-1]
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3", "falcon_h1", "rwkv7"])
+def test_steps_that_are_not_waited_for_give_the_same_tokens(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = AttentionPath(GatherBackend(), TokenWriter())
+    monkeypatch.setattr(build, "attention_paths", lambda name: (path,))
+    runs = on_a_thread(lambda: run_every_way(tiny_model(name), VOCAB_SIZE, depth=1))
+    assert runs.equal == {"batch": True, "again": True, "forks": True}
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_5", "mamba2"])
+def test_kernels_are_warmed_up_and_the_largest_chunk_is_tried(name: str) -> None:
+    with ModelAdapter(tiny_model(name), make_backend("auto"), block_size=4) as adapter:
+        warm_up(adapter, FunctionalWriter(), 40)
+        run_dummy_chunk(adapter, 30)
