@@ -21,7 +21,7 @@ class EngineConfig:
     """Settings of one engine.
 
     Attributes:
-        model: ``smollm2``, a local folder, or a Hugging Face id.
+        model: ``smollm2``, a folder or ``.gguf`` file, or a Hugging Face id.
         revision: Branch, tag or commit of a Hugging Face model.
         offline: Never use the network; what isn't on this machine is not found.
         trust_remote_code: Run Python code that comes with the model; off unless asked.

@@ -260,6 +260,17 @@ def test_a_model_comes_answers_and_answers_offline(
     assert answers[0] == answers[1]
 
 
+def test_a_fault_of_a_model_of_the_hub_is_told_by_the_models_name(
+    server: FakeHub, cache: Path
+) -> None:
+    server.files["tokenizer.json"] = b"{"
+    process = start(server, cache, "generate", "owner/model", "hi")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "error: owner/model: config.json has model_type None" in err
+    assert SHA not in err
+
+
 def wait_until(condition: Callable[[], object]) -> None:
     for _ in range(600):
         if condition():

@@ -49,9 +49,10 @@ def _load(config: EngineConfig, report: ProgressCallback, blas: str) -> Engine:
 
     resolved = resolve(config.model, config.revision, config.offline, report)
     if resolved.path.is_dir():
-        check_tokenizer_files(resolved.path)
+        check_tokenizer_files(resolved.path, resolved.name)
     loaded = load_model(
         resolved.path,
+        name=resolved.name if resolved.path.is_dir() else resolved.path.name,
         dtype=config.dtype,
         trust_remote_code=config.trust_remote_code,
         max_bytes=_max_weight_bytes(config),

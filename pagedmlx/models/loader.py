@@ -80,6 +80,7 @@ class LoadedModel:
 def load_model(
     path: str | Path,
     *,
+    name: str | None = None,
     dtype: str = "auto",
     trust_remote_code: bool = False,
     max_bytes: int | None = None,
@@ -89,6 +90,7 @@ def load_model(
 
     Args:
         path: The folder or file.
+        name: What to call it in messages; None is the path's last part.
         dtype: ``auto`` keeps the file's type, and is float32 on the CPU, where quantised weights
             are expanded too (its float32 matrix product is by far the fastest).
         trust_remote_code: Run a Python file that the config names as the model's code.
@@ -107,14 +109,15 @@ def load_model(
         raise ModelNotFoundError(
             f"{path}: no such folder or file", hint="check the path, or give a model's name"
         )
-    report(f"reading {path.name}", None)
+    name = name or path.name
+    report(f"reading {name}", None)
     on_cpu = mx.default_device() == mx.Device(mx.cpu)
     wanted = DTYPES.get("float32" if dtype == "auto" and on_cpu else dtype)
     gguf_metadata = None
     generation: Mapping[str, Any] = {}
     if path.is_dir():
-        model, config = _load_folder(path, trust_remote_code)
-        generation = _read_json(path / "generation_config.json", required=False)
+        model, config = _load_folder(path, name, trust_remote_code)
+        generation = _read_json(path / "generation_config.json", name, required=False)
     else:
         model, config, gguf_metadata = load_gguf(path, max_bytes)
         generation = generation_config_of_gguf(gguf_metadata)
@@ -130,9 +133,9 @@ def load_model(
     # Nothing has been read so far: MLX's arrays are lazy.
     parameter_bytes = sum(array.nbytes for _, array in named_parameters(model))
     dtype_name = str(wanted or main_dtype(model)).removeprefix("mlx.core.")
-    what = f"{path.name}: its weights in {dtype_name}"
+    what = f"{name}: its weights in {dtype_name}"
     check_memory(parameter_bytes, max_bytes, what, hint=hint)
-    _evaluate(model, path, parameter_bytes, report)
+    _evaluate(model, name, parameter_bytes, report)
     return LoadedModel(
         model=model,
         config=config,
@@ -148,24 +151,26 @@ def load_model(
     )
 
 
-def _load_folder(path: Path, trust_remote_code: bool) -> tuple[nn.Module, dict[str, Any]]:
+def _load_folder(
+    path: Path, name: str, trust_remote_code: bool
+) -> tuple[nn.Module, dict[str, Any]]:
     gguf = next(iter(sorted(path.glob("*.gguf"))), None)
     if gguf is not None and not (path / "config.json").exists():
         raise ModelLoadError(
-            f"{path.name}: the folder has a GGUF file and no config.json", hint=f"give {gguf}"
+            f"{name}: the folder has a GGUF file and no config.json", hint=f"give {gguf}"
         )
-    config = _read_json(path / "config.json", required=True)
+    config = _read_json(path / "config.json", name, required=True)
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or not re.fullmatch(r"[\w.-]+", model_type):
         raise ModelLoadError(
-            f"{path.name}: config.json has model_type {model_type!r}", hint="it must be a name"
+            f"{name}: config.json has model_type {model_type!r}", hint="it must be a name"
         )
     if config.get("model_file") is not None and not trust_remote_code:
         raise UnsupportedModelError(
-            f"{path.name}: the model wants to run its own code ({config['model_file']!r})",
+            f"{name}: the model wants to run its own code ({config['model_file']!r})",
             hint="read that file, then allow it with --trust-remote-code",
         )
-    _check_weight_files(path)
+    _check_weight_files(path, name)
     from mlx_lm import utils
 
     try:
@@ -175,35 +180,35 @@ def _load_folder(path: Path, trust_remote_code: bool) -> tuple[nn.Module, dict[s
         reason = first_line(error)
         if isinstance(error, ValueError) and "not supported" in reason:
             raise UnsupportedModelError(
-                f"{path.name}: mlx-lm has no model type {model_type!r}",
+                f"{name}: mlx-lm has no model type {model_type!r}",
                 hint="pagedmlx runs the model types of mlx-lm",
             ) from error
         raise ModelLoadError(
-            f"{path.name}: mlx-lm can't load it: {reason}",
+            f"{name}: mlx-lm can't load it: {reason}",
             hint="the files are incomplete, damaged, or of another form than MLX's",
         ) from error
 
 
-def _check_weight_files(path: Path) -> None:
+def _check_weight_files(path: Path, name: str) -> None:
     present = {file.name for file in path.glob("model*.safetensors")}
-    index = _read_json(path / "model.safetensors.index.json", required=False)
+    index = _read_json(path / "model.safetensors.index.json", name, required=False)
     named = index.get("weight_map", {})
     if isinstance(named, dict):
         missing = sorted({str(file) for file in named.values()} - present)
         if missing:
             raise ModelLoadError(
-                f"{path.name}: {len(missing)} of the index's weight files are missing, "
+                f"{name}: {len(missing)} of the index's weight files are missing, "
                 f"the first is {missing[0]}",
                 hint="fetch the model again",
             )
     if not present:
         raise ModelLoadError(
-            f"{path.name}: no weights (model*.safetensors) in the folder",
+            f"{name}: no weights (model*.safetensors) in the folder",
             hint="give a folder that mlx-lm can load, or a .gguf file",
         )
 
 
-def _evaluate(model: nn.Module, path: Path, total: int, report: ProgressCallback) -> None:
+def _evaluate(model: nn.Module, name: str, total: int, report: ProgressCallback) -> None:
     """Bring the weights, ``total`` bytes, into memory, a few at a time."""
     parameters = [array for _, array in named_parameters(model)]
     done = 0
@@ -211,10 +216,10 @@ def _evaluate(model: nn.Module, path: Path, total: int, report: ProgressCallback
         for batch in _batches(parameters):
             mx.eval(batch)
             done += sum(array.nbytes for array in batch)
-            report(f"loading {path.name}", done / total)
+            report(f"loading {name}", done / total)
     except RuntimeError as error:
         raise ModelLoadError(
-            f"{path.name}: its weights can't be read: {first_line(error)}",
+            f"{name}: its weights can't be read: {first_line(error)}",
             hint="the files are damaged, or memory is too small",
         ) from error
 
@@ -232,10 +237,10 @@ def _batches(arrays: list[mx.array], max_bytes: int = 1 << 28) -> Iterator[list[
         yield batch
 
 
-def _read_json(path: Path, *, required: bool) -> dict[str, Any]:
+def _read_json(path: Path, name: str, *, required: bool) -> dict[str, Any]:
     if not path.exists() and not required:
         return {}
-    where = f"{path.parent.name}: {path.name}"
+    where = f"{name}: {path.name}"
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

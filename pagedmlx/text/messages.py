@@ -36,13 +36,15 @@ def merge_system(conversation: Sequence[Mapping[str, Any]]) -> list[dict[str, An
     """A normalized conversation with its system message in front of the first user message.
 
     Returns:
-        None unless it begins with one system message and a user message after it.
+        None unless it begins with system messages and then one of a user.
     """
-    system, first = [*conversation[:2], {}, {}][:2]
-    if (system.get("role"), first.get("role")) != ("system", "user"):
+    roles = [message["role"] for message in conversation]
+    num_merged = roles.index("user") + 1 if "user" in roles else 0
+    if num_merged < 2 or set(roles[: num_merged - 1]) != {"system"}:
         return None
-    content = "\n\n".join(text for text in (system["content"], first["content"]) if text)
-    return [{**first, "content": content}, *map(dict, conversation[2:])]
+    texts = [message["content"] for message in conversation[:num_merged]]
+    merged = {**conversation[num_merged - 1], "content": "\n\n".join(filter(None, texts))}
+    return [merged, *map(dict, conversation[num_merged:])]
 
 
 def with_parsed_arguments(conversation: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

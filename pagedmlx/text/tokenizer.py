@@ -212,7 +212,7 @@ class Tokenizer:
         return frozenset(token for token in (*given, *own_ids, *turns) if token is not None)
 
 
-def check_tokenizer_files(path: Path) -> None:
+def check_tokenizer_files(path: Path, name: str) -> None:
     """Look whether a folder has a tokenizer at all, before anything large is loaded.
 
     Raises:
@@ -220,7 +220,7 @@ def check_tokenizer_files(path: Path) -> None:
     """
     if not any(file for pattern in _FILES for file in path.glob(pattern)):
         raise ModelLoadError(
-            f"{path.name}: no tokenizer in the folder",
+            f"{name}: no tokenizer in the folder",
             hint="it needs tokenizer.json and tokenizer_config.json, as on the model's page",
         )
 

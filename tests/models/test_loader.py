@@ -211,6 +211,17 @@ def test_a_folder_with_only_a_gguf_file_names_the_file(folder: Path) -> None:
     assert caught.value.hint == f"give {folder / 'm.gguf'}"
 
 
+def test_messages_call_the_model_by_the_name_that_the_user_knows(folder: Path) -> None:
+    told: list[str] = []
+    load_model(folder, name="owner/model", on_progress=lambda what, _: told.append(what))
+    assert told[0] == "reading owner/model"
+    assert told[-1] == "loading owner/model"
+    for file in ("generation_config.json", "model.safetensors", "config.json"):
+        (folder / file).write_text("{")
+        with pytest.raises(ModelLoadError, match=r"^owner/model: "):
+            load_model(folder, name="owner/model")
+
+
 def test_a_missing_shard_is_named(folder: Path) -> None:
     index = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))

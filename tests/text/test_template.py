@@ -163,6 +163,11 @@ def test_a_template_without_system_role_gets_it_in_front_of_the_first_user_messa
     assert render(template, [{"role": role, "content": ""}, USER]).strip("<>") == "Hi"
 
 
+def test_several_system_messages_at_the_start_are_merged_alike():
+    messages = [{"role": "system", "content": "a"}, {"role": "developer", "content": "b"}, USER]
+    assert render(STRICT, messages) == "a\n\nb\n\nHi"
+
+
 def test_a_template_with_system_role_keeps_it():
     assert "system\nBe brief<" in render(CHATML, [{"role": "system", "content": "Be brief"}, USER])
 

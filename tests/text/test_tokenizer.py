@@ -59,10 +59,10 @@ def test_a_folder_with_a_separate_template_file_has_a_chat_template(folder):
 
 
 def test_a_folder_without_a_tokenizer_is_told_before_the_weights_are_loaded(folder, tmp_path):
-    check_tokenizer_files(folder)
+    check_tokenizer_files(folder, "x")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ModelLoadError, match="empty: no tokenizer in the folder") as caught:
-        check_tokenizer_files(tmp_path / "empty")
+    with pytest.raises(ModelLoadError, match="owner/model: no tokenizer in the folder") as caught:
+        check_tokenizer_files(tmp_path / "empty", "owner/model")
     assert "tokenizer.json" in caught.value.hint
 
 
