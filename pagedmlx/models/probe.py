@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,12 +90,12 @@ def _measure(adapter: ModelAdapter, writer: PoolWriter | None) -> ProbeResult:
     # The last block must be partly filled, so that copying it matters.
     length += length % block_size == 0
     prompts = [_prompt(adapter, length, 13), _prompt(adapter, block_size // 2 + 1, 5)]
-    num_blocks = -(-(length + NUM_DECODES) // block_size) + 1
-    store = KVStore(layout, (num_blocks + 2,) * len(layout.groups), float("nan"), writer)
-    # Block ids run backwards, so that order in the pool is not order in the sequence.
+    ends = np.cumsum([0, *(-(-(len(each) + NUM_DECODES) // block_size) for each in prompts)])
+    store = KVStore(layout, (int(ends[-1]) + 1,) * len(layout.groups), float("nan"), writer)
+    # Block ids run backwards, so that order in the pool is not order in the sequence; 0 is spare.
     tables = [
-        np.arange(num_blocks - 1, 0, -1, dtype=np.int32),
-        np.array([num_blocks + 1, num_blocks], np.int32),
+        np.arange(end, start, -1, dtype=np.int32)
+        for start, end in itertools.pairwise(ends.tolist())
     ]
     expected: list[mx.array] = []
     tokens: list[list[int]] = []

@@ -115,7 +115,7 @@ def survey_model(
             except _NotThisWayError as error:
                 problem = str(error)
     raise UnsupportedModelError(
-        f"{model_type}: {problem}, which can't be paged", hint="run this model with mlx-lm itself"
+        f"{model_type}: {problem}", hint="run this model with mlx-lm itself"
     )
 
 
