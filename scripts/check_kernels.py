@@ -11,10 +11,11 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -54,7 +55,7 @@ def main() -> None:
     sections: dict[str, Callable[[], dict[str, Any]]] = {
         "token": check_token,
         "copies": check_copies,
-        "prefill": check_prefill,
+        "prefill": lambda: check_prefill(options.jobs),
         "long": check_long,
         "ragged": check_ragged,
         "variants": lambda: check_variants(options.full, options.jobs),
@@ -77,38 +78,43 @@ def main() -> None:
 
 def check_variants(full: bool, jobs: int) -> dict[str, Any]:
     """Each variant over lengths around the borders of blocks and chunks, NaN in dead slots."""
-    count = len(every_variant() if full else covering_variants())
-    # A process has its own launcher, so it takes many variants.
-    parts = [(full, list(range(start, count, jobs))) for start in range(jobs)]
-    deviations: dict[str, float | str] = {}
+    return _shares(every_variant() if full else covering_variants(), jobs)
+
+
+class Checkable(Protocol):
+    """Something that a kernel may get wrong; its text is its name."""
+
+    def deviation(self, launcher: Launcher) -> float:
+        """Largest error, as a share of the tolerance."""
+        ...
+
+
+def _shares(cases: Sequence[Checkable], jobs: int) -> dict[str, Any]:
+    """Check cases in some processes at once, because compiling takes most of the time."""
+    shares: dict[str, float | str] = {}
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        for part in pool.map(_deviations, parts):
-            deviations |= part
-    bad = {
-        name: value
-        for name, value in deviations.items()
-        if isinstance(value, str) or not value <= 1.0
-    }
-    worst = max((v for v in deviations.values() if isinstance(v, float)), default=None)
+        # A process has its own launcher, so it takes many cases.
+        for part in pool.map(_check_all, [cases[start::jobs] for start in range(jobs)]):
+            shares |= part
+    bad = {n: v for n, v in shares.items() if isinstance(v, str) or not v <= 1.0}
+    worst = max((v for v in shares.values() if isinstance(v, float)), default=None)
     return {
         "ok": not bad,
-        "checked": len(deviations),
+        "checked": len(shares),
         "worst_share_of_tolerance": worst,
         "bad": bad,
-        "deviations": deviations,
+        "deviations": shares,
     }
 
 
-def _deviations(part: tuple[bool, list[int]]) -> dict[str, float | str]:
-    full, indexes = part
-    variants = every_variant() if full else covering_variants()
+def _check_all(cases: Sequence[Checkable]) -> dict[str, float | str]:
     launcher = _launcher()
     found: dict[str, float | str] = {}
-    for index in indexes:
+    for case in cases:
         try:
-            found[str(variants[index])] = round(variants[index].deviation(launcher), 4)
-        except Exception as error:  # one variant that doesn't compile must not hide the others
-            found[str(variants[index])] = f"{type(error).__name__}: {error}"[:400]
+            found[str(case)] = round(case.deviation(launcher), 4)
+        except Exception as error:  # one that doesn't compile must not hide the others
+            found[str(case)] = f"{type(error).__name__}: {error}"[:400]
     return found
 
 
@@ -163,35 +169,43 @@ def check_ragged() -> dict[str, Any]:
     return {"ok": max(errors.values()) <= TOLERANCES["bfloat16"], "errors": errors}
 
 
-def check_prefill() -> dict[str, Any]:
+def check_prefill(jobs: int) -> dict[str, Any]:
     """Chunks of prompts, by the tiled kernel and by gather, whichever is chosen here by itself;
     and by gather where their rows were just written, which needs none for whole prompts.
     """
-    launcher, rng = _launcher(), random.Random(0)
-    shares: dict[str, float | str] = {}
-    variants = product(("kernel", "gather", "written"), TOLERANCES, HEAD_DIMS, (1, 3, 8))
-    for path, dtype, dims, factor in variants:
-        if path != "kernel" and dtype == "float32":
-            continue  # MLX's own products, which are inexact on some GPUs
-        window, softcap = rng.choice((None, 40)), rng.choice((None, 20.0))
-        sinks = rng.choice((False, True))
-        name = (
-            f"{path} {dtype} {dims} factor {factor} window {window} softcap {softcap} sinks {sinks}"
+    rng = random.Random(0)
+    cases = [
+        PrefillCase(
+            *case, rng.choice((None, 40)), rng.choice((None, 20.0)), rng.choice((False, True))
         )
-        heads = 2 * factor
+        for case in product(("kernel", "gather", "written"), TOLERANCES, HEAD_DIMS, (1, 3, 8))
+    ]
+    # Without MLX's own products in float32, which are inexact on some GPUs.
+    return _shares([c for c in cases if c.path == "kernel" or c.dtype != "float32"], jobs)
+
+
+@dataclass(frozen=True)
+class PrefillCase:
+    """One way to attend some chunks."""
+
+    path: str
+    dtype: str
+    dims: tuple[int, int]
+    factor: int
+    window: int | None
+    softcap: float | None
+    sinks: bool
+
+    def deviation(self, launcher: Launcher) -> float:
+        """See ``Checkable``."""
+        sinks = mx.array(np.linspace(-2.0, 3.0, 2 * self.factor, dtype=np.float32))
         params = AttentionParams(
-            scale=dims[0] ** -0.5,
-            window=window,
-            softcap=softcap,
-            sinks=mx.array(np.linspace(-2.0, 3.0, heads, dtype=np.float32)) if sinks else None,
+            scale=self.dims[0] ** -0.5,
+            window=self.window,
+            softcap=self.softcap,
+            sinks=sinks if self.sinks else None,
         )
-        try:
-            shares[name] = prefill_share(launcher, path, dtype, dims, factor, params)
-        except Exception as error:  # one that doesn't compile must not hide the others
-            shares[name] = f"{type(error).__name__}: {error}"[:400]
-    bad = {n: v for n, v in shares.items() if isinstance(v, str) or not v <= 1.0}
-    worst = max((v for v in shares.values() if isinstance(v, float)), default=None)
-    return {"ok": not bad, "checked": len(shares), "worst_share_of_tolerance": worst, "bad": bad}
+        return prefill_share(launcher, self.path, self.dtype, self.dims, self.factor, params)
 
 
 def prefill_share(
