@@ -21,7 +21,7 @@ from pagedmlx.embedded import (
     own_copy,
     storage_errors,
 )
-from pagedmlx.errors import ModelNotFoundError, ModelStoreError
+from pagedmlx.errors import InvalidRequestError, ModelNotFoundError, ModelStoreError
 from pagedmlx.progress import ProgressCallback, ignore_progress
 
 if TYPE_CHECKING:
@@ -84,6 +84,7 @@ def resolve(
         on_progress: Called with a stage and, when known, the part done (0 to 1).
 
     Raises:
+        InvalidRequestError: A revision of a model that has none.
         ModelNotFoundError: No model of that name, or none within reach.
         ModelStoreError: It exists but could not be fetched.
     """
@@ -94,10 +95,10 @@ def resolve(
                 f"{EMBEDDED_MODEL} is not on this machine yet",
                 hint=f"pagedmlx pull {EMBEDDED_MODEL}",
             )
-        return ResolvedModel(path, EMBEDDED_MODEL, "embedded")
+        return _without_revision(ResolvedModel(path, EMBEDDED_MODEL, "embedded"), revision)
     local = _local_path(name)
     if local is not None:
-        return local
+        return _without_revision(local, revision)
     if not _HUB_ID.fullmatch(name):
         raise ModelNotFoundError(
             f"{name!r} is neither a model's name nor a path that exists",
@@ -126,15 +127,16 @@ def pull(
         revision: Branch, tag or commit of a Hugging Face model.
 
     Raises:
+        InvalidRequestError: A revision of a model that has none.
         ModelNotFoundError: No such model.
         ModelStoreError: No network, no permission, no space, or what came is not the model.
     """
     if name == EMBEDDED_MODEL:
         path = embedded_file() or fetch_embedded(on_progress or ignore_progress)
-        return ResolvedModel(path, EMBEDDED_MODEL, "embedded")
+        return _without_revision(ResolvedModel(path, EMBEDDED_MODEL, "embedded"), revision)
     local = _local_path(name)
     if local is not None:
-        return local
+        return _without_revision(local, revision)
     if not _HUB_ID.fullmatch(name):
         raise ModelNotFoundError(
             f"{name!r} can't be pulled: it is not a Hugging Face id",
@@ -269,6 +271,14 @@ def _local_path(name: str) -> ResolvedModel | None:
 
 def _is_offline() -> bool:
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
+
+
+def _without_revision(model: ResolvedModel, revision: str | None) -> ResolvedModel:
+    if revision is not None:
+        raise InvalidRequestError(
+            "revision", f"{revision!r}: only models of the hub have revisions, not {model.path}"
+        )
+    return model
 
 
 def _at(name: str, revision: str | None) -> str:

@@ -178,8 +178,9 @@ def test_a_hub_out_of_reach_is_told(
 
 
 @pytest.mark.usefixtures("no_pauses")
-def test_a_download_that_broke_goes_on_with_the_files_that_are_missing(
-    server: FakeHub, cache: Path
+@pytest.mark.parametrize("is_given_up", [False, True])
+def test_a_download_that_broke_goes_on_with_the_files_that_are_missing_or_is_removed(
+    server: FakeHub, cache: Path, is_given_up: bool
 ) -> None:
     server.broken = {"model-00002-of-00002.safetensors"}
     with pytest.raises(ModelStoreError, match="owner/model can't be fetched"):
@@ -187,6 +188,10 @@ def test_a_download_that_broke_goes_on_with_the_files_that_are_missing(
     assert hub.list_models() == []
     with pytest.raises(ModelNotFoundError):
         hub.resolve("owner/model", offline=True)
+    if is_given_up:
+        assert hub.remove("owner/model") > 300_000
+        assert not list(cache.rglob("*.safetensors"))
+        return
     server.broken.clear()
     server.fetched.clear()
     found = hub.resolve("owner/model")

@@ -13,7 +13,7 @@ import pytest
 from huggingface_hub import constants
 
 from pagedmlx import embedded, hub
-from pagedmlx.errors import ModelNotFoundError, ModelStoreError
+from pagedmlx.errors import InvalidRequestError, ModelNotFoundError, ModelStoreError
 
 CONTENT = b"GGUF" * 5000
 REAL_POPEN = subprocess.Popen
@@ -139,6 +139,13 @@ def test_a_name_that_is_nothing_is_refused_with_a_hint_and_without_network(name:
             look()
         assert caught.value.hint
         assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_revision_of_what_has_none_is_refused(tmp_path: Path) -> None:
+    for name in ("smollm2", str(tmp_path)):
+        for look in (hub.resolve, hub.pull):
+            with pytest.raises(InvalidRequestError, match="revision: 'v1': only models of the hub"):
+                look(name, revision="v1")
 
 
 # The Hugging Face cache.
