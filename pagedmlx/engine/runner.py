@@ -4,32 +4,17 @@ from __future__ import annotations
 
 import gc
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import mlx.core as mx
-import numpy as np
 
 from pagedmlx.core.batch import BatchArrays, build_batch
 from pagedmlx.core.step import Step, StepResult
 from pagedmlx.kv.store import KVStore
 from pagedmlx.models.adapter import ModelAdapter
 from pagedmlx.ops.base import PagedBatch, upload
-from pagedmlx.sampling.sampler import Sampler, SampleRow
-
-
-@dataclass(frozen=True, slots=True)
-class _UnderWay:
-    """A step that the device may still be busy with.
-
-    Attributes:
-        step_id: The step's.
-        places: Sequence id to its place in ``tokens``.
-        tokens: (R,) int32, not waited for.
-    """
-
-    step_id: int
-    places: dict[int, int]
-    tokens: mx.array
+from pagedmlx.sampling.chooser import Chosen, TokenChooser
+from pagedmlx.sampling.sampler import Sampler
 
 
 class ModelRunner:
@@ -50,8 +35,9 @@ class ModelRunner:
     def __init__(self, adapter: ModelAdapter, store: KVStore, sampler: Sampler) -> None:
         self._adapter = adapter
         self._store = store
-        self._sampler = sampler
-        self._under_way: deque[_UnderWay] = deque()
+        self._chooser = TokenChooser(sampler)
+        # The steps that the device may still be busy with: id and what was chosen.
+        self._under_way: deque[tuple[int, Chosen]] = deque()
         # Kept, because a new one would be brought to the device at every step.
         self._zero = mx.array(0, mx.int32)
         self.depth = 1 if store.updates_in_place else 0
@@ -59,39 +45,37 @@ class ModelRunner:
     def dispatch(self, step: Step) -> None:
         """Start a step; where the pool is updated functionally, it is done on return."""
         self._store.states.drop(step.freed)
+        self._chooser.drop(step.freed)
         host = build_batch(step, self._store.layout.block_size)
         for group, arrays in enumerate(host.groups):
             self._store.check(group, arrays)
             self._store.copy_blocks(group, arrays.copy_src, arrays.copy_dst)
-        logits = self._adapter.forward(self._upload(host), self._store)
-        rows = [
-            SampleRow(s.request.params, s.request.seed, s.index, position=int(position))
-            for s, position in zip(
-                host.sample_sequences, host.positions[host.sample_rows] + 1, strict=True
-            )
-        ]
-        tokens = self._sampler.sample(logits, rows) if rows else mx.zeros(0, mx.int32)
-        self._store.submit(tokens)
-        places = {s.seq_id: place for place, s in enumerate(host.sample_sequences)}
-        self._under_way.append(_UnderWay(step.step_id, places, tokens))
+        batch = self._upload(host)
+        logits = self._adapter.forward(batch, self._store)
+        chosen = self._chooser.choose(logits, host, batch.token_ids)
+        self._store.submit(*chosen.arrays)
+        self._under_way.append((step.step_id, chosen))
 
     def collect(self) -> StepResult:
         """Wait for the oldest step under way.
 
         Returns:
-            The new tokens; ``INVALID_TOKEN`` where a row's logits were not finite.
+            The new tokens; ``INVALID_TOKEN`` where a row's logits were not finite, or where all
+            tokens were forbidden.
         """
-        done = self._under_way.popleft()
-        tokens = np.array(done.tokens).tolist()
-        sampled = {seq_id: tokens[place] for seq_id, place in done.places.items()}
-        return StepResult(done.step_id, sampled)
+        step_id, chosen = self._under_way.popleft()
+        return chosen.read(step_id)
+
+    def rest(self) -> None:
+        """No sequence is left: forget what was kept for any."""
+        self._chooser.clear()
 
     def _upload(self, host: BatchArrays) -> PagedBatch:
         """Put a batch on the device, with the tokens that only the device knows."""
         batch = upload(host)
         if not host.unread_sequences:
             return batch
-        before = self._under_way[-1]
+        _, before = self._under_way[-1]
         places = [before.places[sequence.seq_id] for sequence in host.unread_sequences]
         # A row whose logits were not finite ends with this step; any token will do.
         tokens = mx.maximum(before.tokens, self._zero)

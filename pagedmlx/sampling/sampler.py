@@ -1,6 +1,7 @@
 """Sampler: one token for each row of logits, every row with its own settings, in one MLX graph.
 
-It owns the order of the filters and the random numbers; stopping and text belong to others.
+It owns the order of the filters and the random numbers. What comes before them is in
+``processors``; stopping and text belong to others.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from struct import unpack
 import mlx.core as mx
 
 from pagedmlx.core.sampling_params import SamplingParams
+from pagedmlx.core.sequence import Sequence as TextSequence
 from pagedmlx.core.step import INVALID_TOKEN
+from pagedmlx.sampling.rows import put_rows, take_rows
 
 # Divisors below this are raised to it; they are greedy already, and float32 must stay finite.
 _MIN_TEMPERATURE = 1e-9
@@ -33,12 +36,14 @@ class SampleRow:
         seed: The request's seed.
         index: Which of the request's ``n`` outputs the row belongs to.
         position: Position that the new token will have in its sequence.
+        sequence: Whose text it goes on; only the processors look at that.
     """
 
     params: SamplingParams
     seed: int
     index: int
     position: int
+    sequence: TextSequence | None = None
 
 
 def sampling_key(seed: int, index: int, position: int) -> tuple[int, int]:
@@ -92,8 +97,8 @@ class Sampler:
             return _most_likely(logits)
         logits = logits.astype(mx.float32)
         tokens = mx.argmax(logits, axis=-1).astype(mx.int32)
-        draws = self._draw(_take(logits, drawn), [rows[index] for index in drawn])
-        return _only_valid(logits, _put(tokens, drawn, draws))
+        draws = self._draw(take_rows(logits, drawn), [rows[index] for index in drawn])
+        return _only_valid(logits, put_rows(tokens, drawn, draws))
 
     def _draw(self, logits: mx.array, rows: Sequence[SampleRow]) -> mx.array:
         vocabulary = logits.shape[1]
@@ -112,8 +117,8 @@ class Sampler:
         for members, width in ((narrow, self.narrow_width), (wide, vocabulary)):
             if members:
                 params = [rows[index].params for index in members]
-                kept = _keep_top(_take(scores, members), params, width)
-                scores = _put(scores, members, kept)
+                kept = _keep_top(take_rows(scores, members), params, width)
+                scores = put_rows(scores, members, kept)
 
         if any(row.params.min_p > 0.0 for row in rows):
             limit = _column([_log(row.params.min_p) for row in rows])
@@ -179,17 +184,3 @@ def _log(value: float) -> float:
 
 def _column(values: list[float] | list[int], dtype: mx.Dtype = mx.float32) -> mx.array:
     return mx.array(values, dtype=dtype)[:, None]
-
-
-def _take(array: mx.array, rows: list[int]) -> mx.array:
-    if len(rows) == array.shape[0]:
-        return array
-    return array[mx.array(rows, dtype=mx.int32)]
-
-
-def _put(array: mx.array, rows: list[int], values: mx.array) -> mx.array:
-    if len(rows) == array.shape[0]:
-        return values
-    array = mx.array(array)
-    array[mx.array(rows, dtype=mx.int32)] = values
-    return array

@@ -14,9 +14,10 @@ class Detokenizer:
 
     A character is shown when all its bytes are there, and nothing is shown that may still become
     part of a stop string. The text ends right before the stop string that is complete first (see
-    ``StopMatcher``), or after it, as ``include_stop_str_in_output`` says; one that a token before the ``min_tokens``-th completes doesn't count. A
-    character cut off by the end of the output is dropped. Special tokens are left out when
-    ``skip_special_tokens`` says so. Constant work per token, amortised.
+    ``StopMatcher``), or after it, as ``include_stop_str_in_output`` says; one that a token before
+    the ``min_tokens``-th completes doesn't count. A character cut off by the end of the output is
+    dropped. Special tokens are left out when ``skip_special_tokens`` says so. Constant work per
+    token, amortised.
 
     The token that ended the output (end of sequence or a stop token) is not text: don't add it,
     unless the text is to include it.

@@ -10,8 +10,9 @@ class StopMatcher:
 
     The first stop string to be *complete* wins; of those complete at the same character, the
     longest. Text is released up to the longest tail that begins some stop string, so nothing of a
-    match is ever shown (unless it is to be part of the text), and how the text is cut into pieces makes no difference. Each stop string
-    is followed by its own Knuth-Morris-Pratt automaton: constant work per character, amortised.
+    match is ever shown (unless it is to be part of the text), and how the text is cut into pieces
+    makes no difference. Each stop string is followed by its own Knuth-Morris-Pratt automaton:
+    constant work per character, amortised.
 
     Args:
         stops: Stop strings, none of them empty.
