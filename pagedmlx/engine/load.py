@@ -48,7 +48,7 @@ def _load(config: EngineConfig, report: ProgressCallback, blas: str) -> Engine:
     from pagedmlx.text.tokenizer import check_tokenizer_files
 
     resolved = resolve(config.model, config.revision, config.offline, report)
-    if resolved.path.is_dir():
+    if (resolved.path / "config.json").is_file():
         check_tokenizer_files(resolved.path, resolved.name)
     loaded = load_model(
         resolved.path,

@@ -170,9 +170,20 @@ def spoil_weights(folder: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:100])
 
 
-@pytest.mark.parametrize("fault", ["no weights", "no config", "cut weights", "empty", "bad gguf"])
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("no weights", "no weights"),
+        ("no config", "config.json is missing"),
+        ("no tokenizer", "no tokenizer in the folder"),
+        ("cut weights", "mlx-lm can't load it"),
+        ("empty", "config.json is missing"),
+        ("bad gguf", "model.gguf: "),
+        ("gguf inside", "has a GGUF file"),
+    ],
+)
 def test_damaged_files_are_one_line_and_exit_code_1(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, fault: str
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, fault: str, words: str
 ) -> None:
     model = tmp_path / "model"
     if fault == "bad gguf":
@@ -186,13 +197,18 @@ def test_damaged_files_are_one_line_and_exit_code_1(
         next(model.glob("*.safetensors")).unlink()
     elif fault == "no config":
         (model / "config.json").unlink()
+    elif fault == "no tokenizer":
+        for file in model.glob("tokenizer*"):
+            file.unlink()
+    elif fault == "gguf inside":
+        (model / "config.json").rename(model / "m.gguf")
     elif fault == "cut weights":
         spoil_weights(model)
     code, rows, err = generate(capsys, model, "hi")
     assert (code, rows) == (1, [])
     error, *hints = err.splitlines()
     assert error.startswith("error: ")
-    assert "unexpected" not in error
+    assert words in error
     assert all(hint.startswith("hint: ") for hint in hints)
 
 
