@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -63,13 +63,22 @@ def fetch_snapshot(name: str, revision: str | None, report: ProgressCallback | N
         num_bytes = sum(missing.values())
         _check_room(name, num_bytes, repo)
         stage = f"fetching {name} from the Hugging Face hub ({readable_bytes(num_bytes)})"
+        if not missing:
+            stage = f"checking {name}, all of which is here"
         progress = _Progress(report, stage, repo, num_bytes)
+        progress.tell()
         _download(name, revision, OTHER_FILES, progress)
         folder = _download(name, revision, WEIGHT_FILES, progress)
-        for old in (repo / "blobs").glob("*.incomplete"):
-            if time.time() - old.stat().st_mtime > _STALE_S:
-                old.unlink(missing_ok=True)
+    _sweep(repo / "blobs")
     return folder
+
+
+def _sweep(blobs: Path) -> None:
+    """Remove what downloads that were killed have left."""
+    for path in blobs.glob("*.incomplete"):
+        with suppress(OSError):
+            if time.time() - path.stat().st_mtime > _STALE_S:
+                path.unlink()
 
 
 def _missing_files(name: str, revision: str | None, repo: Path) -> Mapping[str, int]:

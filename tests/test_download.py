@@ -99,6 +99,15 @@ def test_what_is_here_is_found_without_a_request(server: FakeHub, cache: Path) -
     assert hub.resolve("owner/model", offline=True) == found
 
 
+def test_a_pull_brings_a_model_up_to_date_and_says_when_it_is(server: FakeHub, cache: Path) -> None:
+    hub.pull("owner/model")
+    server.fetched.clear()
+    told: list[str] = []
+    hub.pull("owner/model", lambda stage, _: told.append(stage))
+    assert server.fetched == []
+    assert set(told) == {"checking owner/model, all of which is here"}
+
+
 @pytest.mark.parametrize("revision", ["v1", SHA])
 def test_a_revision_is_fetched_and_found_by_its_name(
     server: FakeHub, cache: Path, revision: str
