@@ -26,6 +26,9 @@ from pagedmlx.progress import ProgressCallback
 from pagedmlx.sampling.sampler import Sampler
 from pagedmlx.text.tokenizer import Tokenizer
 
+MAX_PROMPT_LOGITS = 1 << 24
+"""Most logits that one step computes for log probabilities of prompts: rows x vocabulary."""
+
 WARM_UP_CONTEXTS = (512, 4096, 32768)
 """Lengths at which attention takes different kernels: whole, in chunks, in many chunks."""
 
@@ -87,7 +90,11 @@ def build_engine(
         )
         engine = Engine(
             config,
-            Scheduler(kv, config),
+            Scheduler(
+                kv,
+                config,
+                max_prompt_logits=max(1, MAX_PROMPT_LOGITS // adapter.vocab_size),
+            ),
             ModelRunner(adapter, store, Sampler()),
             tokenizer,
             limits,

@@ -12,12 +12,14 @@ from typing import Protocol
 
 from pagedmlx.config import EngineConfig
 from pagedmlx.core.request import Request
+from pagedmlx.core.sampling_params import SamplingParams
 from pagedmlx.core.scheduler import Scheduler
 from pagedmlx.core.sequence import FinishReason, Sequence
 from pagedmlx.core.stats import EngineStats
-from pagedmlx.core.step import INVALID_TOKEN, Step, StepResult
+from pagedmlx.core.step import INVALID_TOKEN, Step, StepResult, TokenLogprobs
 from pagedmlx.engine.inputs import EngineLimits, PreparedJob, prepare_job
-from pagedmlx.engine.outputs import Job, OutputEvent, RequestMetrics
+from pagedmlx.engine.logprobs import LogprobWriter, PromptLogprobs
+from pagedmlx.engine.outputs import Job, OutputEvent, PositionLogprobs, RequestMetrics
 from pagedmlx.errors import PagedMLXError, RequestFailedError
 from pagedmlx.text.detokenizer import Detokenizer
 from pagedmlx.text.tokenizer import Tokenizer
@@ -40,6 +42,10 @@ class Runner(Protocol):
         """Wait for the oldest step under way and return its tokens."""
         ...
 
+    def rest(self) -> None:
+        """No sequence is left: forget what was kept for any."""
+        ...
+
     def close(self) -> None:
         """Give back all memory."""
         ...
@@ -47,10 +53,20 @@ class Runner(Protocol):
 
 @dataclass(slots=True)
 class _Output:
-    """One output's text and what of it has been told."""
+    """One output's text and what of it has been told; ``logprobs`` where they are wanted."""
 
     detokenizer: Detokenizer
+    logprobs: LogprobWriter | None = None
     finished: bool = False
+
+
+@dataclass(slots=True)
+class _New:
+    """What one step adds to an output."""
+
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    logprobs: tuple[PositionLogprobs, ...] = ()
 
 
 @dataclass(slots=True)
@@ -60,6 +76,7 @@ class _Live:
     outputs: list[_Output]
     sequences: tuple[Sequence, ...]
     arrival_s: float
+    prompt_logprobs: PromptLogprobs | None = None
     scheduled_s: float | None = None
     first_token_s: float | None = None
 
@@ -140,26 +157,38 @@ class Engine:
             prompt_token_ids=prepared.prompt_token_ids,
             params=params,
             stop_token_ids=prepared.stop_token_ids,
+            bad_words=prepared.bad_words,
             seed=self._random.getrandbits(63) if params.seed is None else params.seed,
             priority=prepared.job.priority,
             cache_salt=prepared.job.cache_salt,
         )
         # A chat answer is a text of its own; a completion goes on from its prompt.
         context = () if prepared.job.messages is not None else prepared.prompt_token_ids
-        outputs = [
-            _Output(Detokenizer(self.tokenizer, params, prompt_token_ids=context))
-            for _ in range(params.n)
-        ]
+        outputs = [self._new_output(params, context) for _ in range(params.n)]
+        prompt_logprobs = None
+        if params.prompt_logprobs is not None:
+            prompt_logprobs = PromptLogprobs(self.tokenizer, prepared.prompt_token_ids)
         self._live[request.request_id] = _Live(
             sequences=self._scheduler.add_request(request),
             outputs=outputs,
+            prompt_logprobs=prompt_logprobs,
             arrival_s=prepared.arrival_s if prepared.arrival_s is not None else self._clock(),
         )
         return request.request_id
 
     def abort(self, request_id: str) -> list[OutputEvent]:
         """End what is left of a request; its blocks are free at once. Unknown ids do nothing."""
-        return [self._end(sequence) for sequence in self._scheduler.abort(request_id)]
+        events = [self._end(sequence) for sequence in self._scheduler.abort(request_id)]
+        self._rest_if_idle()
+        return events
+
+    def _new_output(self, params: SamplingParams, context: tuple[int, ...]) -> _Output:
+        writer = None
+        if params.logprobs is not None:
+            writer = LogprobWriter(
+                self.tokenizer, skip_special_tokens=params.skip_special_tokens, context=context
+            )
+        return _Output(Detokenizer(self.tokenizer, params, prompt_token_ids=context), writer)
 
     @property
     def has_unfinished(self) -> bool:
@@ -191,9 +220,11 @@ class Engine:
     def _collect(self) -> list[OutputEvent]:
         step = self._under_way.popleft()
         result = self._runner.collect()
+        self._note_prompts(step, result)
         events = self._fail_invalid(step, result)
         for sequence in self._scheduler.update(result):
-            events.append(self._advance(sequence))
+            events.append(self._advance(sequence, result.logprobs.get(sequence.seq_id)))
+        self._rest_if_idle()
         if self.config.check_integrity:
             self.check_integrity()
         return events
@@ -220,54 +251,68 @@ class Engine:
         """Give back model and pool; nothing may be called afterwards."""
         self._runner.close()
 
+    def _rest_if_idle(self) -> None:
+        if not self.has_unfinished:
+            self._runner.rest()
+
+    def _note_prompts(self, step: Step, result: StepResult) -> None:
+        if not result.prompt_logprobs:
+            return
+        for entry in step.scheduled:
+            told = result.prompt_logprobs.get(entry.sequence.seq_id)
+            if told is not None and not entry.sequence.is_finished:
+                prompt = self._live[entry.sequence.request.request_id].prompt_logprobs
+                assert prompt is not None
+                prompt.add(told)
+
     def _fail_invalid(self, step: Step, result: StepResult) -> list[OutputEvent]:
         events: list[OutputEvent] = []
         for entry in step.scheduled:
             sequence = entry.sequence
             is_invalid = result.sampled.get(sequence.seq_id) == INVALID_TOKEN
             if is_invalid and not sequence.is_finished:
-                error = RequestFailedError(
-                    f"request {sequence.request.request_id}: the model's logits are not finite",
-                    hint="the weights are damaged or their type is too narrow; try float32",
-                )
+                error = _nothing_to_choose(sequence)
                 self._scheduler.finish(sequence, FinishReason.ERROR)
                 events.append(self._end(sequence, error=error))
         return events
 
-    def _advance(self, sequence: Sequence) -> OutputEvent:
+    def _advance(self, sequence: Sequence, told: TokenLogprobs | None) -> OutputEvent:
         """Turn a sequence's newest token into text and see whether it ends there."""
         live = self._live[sequence.request.request_id]
-        detokenizer = live.outputs[sequence.index].detokenizer
+        output = live.outputs[sequence.index]
         if live.first_token_s is None:
             live.first_token_s = self._clock()
-        token_ids = (sequence.token_ids[-1],)
-        text = ""
-        # The token that ends an output is not part of its text.
-        if sequence.finish_reason is not FinishReason.STOP:
-            try:
-                text = detokenizer.add(token_ids)
-            except Exception as problem:
-                self._scheduler.finish(sequence, FinishReason.ERROR)
-                return self._end(sequence, token_ids, error=_text_failed(sequence, problem))
-            if detokenizer.stop_reason is not None:
-                self._scheduler.finish(sequence, FinishReason.STOP)
+        new = _New(token_ids=(sequence.token_ids[-1],))
+        try:
+            if output.logprobs is not None and told is not None:
+                new.logprobs = (output.logprobs.write(told),)
+            # The token that ends an output is not part of its text, unless it is to be.
+            keeps_end = sequence.request.params.include_stop_str_in_output
+            if sequence.finish_reason is not FinishReason.STOP or keeps_end:
+                new.text = output.detokenizer.add(new.token_ids)
+        except Exception as problem:
+            self._scheduler.finish(sequence, FinishReason.ERROR)
+            return self._end(sequence, new, error=_text_failed(sequence, problem))
+        if output.detokenizer.stop_reason is not None:
+            self._scheduler.finish(sequence, FinishReason.STOP)
         if sequence.is_finished:
-            return self._end(sequence, token_ids, text)
-        return self._event(sequence, token_ids, text)
+            return self._end(sequence, new)
+        return self._event(sequence, new)
 
     def _end(
         self,
         sequence: Sequence,
-        token_ids: tuple[int, ...] = (),
-        text: str = "",
+        new: _New | None = None,
+        *,
         error: PagedMLXError | None = None,
     ) -> OutputEvent:
         """Flush a finished output's text, drop its record and make its last event."""
         live = self._live[sequence.request.request_id]
         output = live.outputs[sequence.index]
+        new = new or _New()
         if error is None:
             try:
-                text += output.detokenizer.finish()
+                new.text += output.detokenizer.finish()
             except Exception as problem:  # one request's text must not end the others'
                 error = _text_failed(sequence, problem)
         reason, stop_reason = sequence.finish_reason, output.detokenizer.stop_reason
@@ -279,7 +324,7 @@ class Engine:
             stop_reason = _named(sequence)
         assert reason is not None
         output.finished = True
-        event = self._event(sequence, token_ids, text, reason.value, stop_reason, error)
+        event = self._event(sequence, new, reason.value, stop_reason, error)
         if all(each.finished for each in live.outputs):
             del self._live[sequence.request.request_id]
         return event
@@ -287,19 +332,21 @@ class Engine:
     def _event(
         self,
         sequence: Sequence,
-        token_ids: tuple[int, ...],
-        text: str,
+        new: _New,
         finish_reason: str | None = None,
         stop_reason: str | int | None = None,
         error: PagedMLXError | None = None,
     ) -> OutputEvent:
         live = self._live[sequence.request.request_id]
         since = live.arrival_s
+        prompt_logprobs = None
+        if live.prompt_logprobs is not None and sequence.index == 0 and new.token_ids:
+            prompt_logprobs, live.prompt_logprobs = live.prompt_logprobs.whole(), None
         return OutputEvent(
             request_id=sequence.request.request_id,
             index=sequence.index,
-            text=text,
-            token_ids=token_ids,
+            text=new.text,
+            token_ids=new.token_ids,
             finish_reason=finish_reason,
             stop_reason=stop_reason,
             num_cached_tokens=sequence.num_cached_tokens,
@@ -310,7 +357,23 @@ class Engine:
                 num_preemptions=sum(each.num_preemptions for each in live.sequences),
             ),
             error=error,
+            logprobs=new.logprobs if live.outputs[sequence.index].logprobs is not None else None,
+            prompt_logprobs=prompt_logprobs,
         )
+
+
+def _nothing_to_choose(sequence: Sequence) -> RequestFailedError:
+    params = sequence.request.params
+    name = f"request {sequence.request.request_id}"
+    if params.bad_words or params.allowed_token_ids is not None or params.min_tokens:
+        return RequestFailedError(
+            f"{name}: no token is left to choose from",
+            hint="allowed_token_ids, bad_words or min_tokens forbid every token here",
+        )
+    return RequestFailedError(
+        f"{name}: the model's logits are not finite",
+        hint="the weights are damaged or their type is too narrow; try float32",
+    )
 
 
 def _text_failed(sequence: Sequence, problem: Exception) -> RequestFailedError:

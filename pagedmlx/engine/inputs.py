@@ -49,6 +49,7 @@ class PreparedJob:
         prompt_token_ids: At least one.
         params: With ``max_tokens`` resolved to a number.
         stop_token_ids: Tokens that end an output.
+        bad_words: Token sequences that no output may complete.
         arrival_s: When it came, by the engine's clock; None means when it is added.
     """
 
@@ -57,6 +58,7 @@ class PreparedJob:
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     stop_token_ids: frozenset[int]
+    bad_words: tuple[tuple[int, ...], ...] = ()
     arrival_s: float | None = None
 
     def collector(self) -> OutputCollector:
@@ -74,20 +76,33 @@ def prepare_job(job: Job, tokenizer: Tokenizer, limits: EngineLimits) -> Prepare
     """
     _check_fields(job)
     params = job.sampling_params
-    _check_range("stop_token_ids", params.stop_token_ids, limits.vocab_size)
+    for name, tokens in (
+        ("stop_token_ids", params.stop_token_ids),
+        ("allowed_token_ids", params.allowed_token_ids or ()),
+        ("logit_bias", tuple(token for token, _ in params.logit_bias)),
+    ):
+        _check_range(name, tokens, limits.vocab_size)
     field, token_ids = _tokenize(job, tokenizer)
     if not token_ids:
         raise InvalidRequestError(field, "is empty; at least one token is needed")
     _check_range(field, token_ids, limits.vocab_size)
     stop_token_ids = frozenset(params.stop_token_ids)
     if not params.ignore_eos:
-        stop_token_ids |= tokenizer.eos_token_ids
+        # A tokenizer may know tokens that the model can't give.
+        stop_token_ids |= {each for each in tokenizer.eos_token_ids if each < limits.vocab_size}
+    if params.min_tokens and stop_token_ids.issuperset(params.allowed_token_ids or (-1,)):
+        raise InvalidRequestError(
+            "min_tokens",
+            f"before {params.min_tokens} tokens none that ends the output can be chosen, but "
+            "allowed_token_ids has no others",
+        )
     return PreparedJob(
         job=job,
         request_id=job.request_id or f"req-{uuid.uuid4().hex}",
         prompt_token_ids=token_ids,
         params=_with_max_tokens(params, len(token_ids), limits),
         stop_token_ids=stop_token_ids,
+        bad_words=_bad_words(params.bad_words, tokenizer, limits.vocab_size),
     )
 
 
@@ -133,6 +148,25 @@ def _tokenize(job: Job, tokenizer: Tokenizer) -> tuple[str, tuple[int, ...]]:
     if isinstance(given, str | bytes) or not isinstance(given, Iterable):
         raise InvalidRequestError("prompt_token_ids", f"{type(given).__name__} is not a list")
     return "prompt_token_ids", tuple(map(_token_id, given))
+
+
+def _bad_words(
+    words: tuple[str, ...], tokenizer: Tokenizer, vocab_size: int
+) -> tuple[tuple[int, ...], ...]:
+    """Each word as tokenized at the beginning of a text and after a space."""
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        for text in (word.lstrip(), f" {word.lstrip()}"):
+            try:
+                token_ids = tuple(tokenizer.encode(text, add_special_tokens=False))
+            except InvalidRequestError as error:
+                raise InvalidRequestError(
+                    "bad_words", f"{word!r} has characters that can't be encoded as UTF-8"
+                ) from error
+            # Tokens that the model can't give need not be forbidden.
+            if token_ids and max(token_ids) < vocab_size:
+                found[token_ids] = None
+    return tuple(found)
 
 
 def _token_id(value: object) -> int:

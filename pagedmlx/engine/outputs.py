@@ -56,6 +56,63 @@ class RequestMetrics:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """How likely the model found one token.
+
+    Attributes:
+        token_id: The token.
+        logprob: Natural logarithm of its probability; minus infinity if it is impossible.
+        rank: 1 for the most likely token.
+        text: Its bytes as text; what is no whole character is U+FFFD.
+        bytes: What it adds to the text; for a special token that is left out its name.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    text: str
+    bytes: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PositionLogprobs:
+    """What is told of one position: of the token that is there, and of the most likely ones.
+
+    They come from the model's logits alone: no penalty, bias, temperature or filter is in them.
+
+    Attributes:
+        token: The token that is there.
+        top: The most likely ones, likeliest first, as many as asked for. ``token`` may be among
+            them.
+        start: Characters of the text before the token. A token with a part of a character begins
+            and ends with the whole character.
+        end: Characters up to its end; equal to ``start`` for a token that is left out.
+    """
+
+    token: TokenLogprob
+    top: tuple[TokenLogprob, ...]
+    start: int
+    end: int
+
+
+def shown_logprobs(
+    positions: Sequence[PositionLogprobs], num_chars: int, *, is_whole: bool
+) -> tuple[PositionLogprobs, ...]:
+    """Those of the tokens that a text is made of, a stop string's and special ones left out.
+
+    Args:
+        positions: All of an output, or those after the ones that were shown before.
+        num_chars: Length of the output's text so far.
+        is_whole: Whether no more text will come; else a token waits until all of it is there.
+    """
+    return tuple(
+        each
+        for each in positions
+        if each.start < each.end and (each.start if is_whole else each.end - 1) < num_chars
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class OutputEvent:
     """What one step added to one output of a request.
 
@@ -69,6 +126,9 @@ class OutputEvent:
         num_cached_tokens: Prompt tokens that were not computed, but shared.
         metrics: Of the whole request; None from an engine that can say no more.
         error: Why the output ended with ``error``.
+        logprobs: One for each of ``token_ids``; None if the request did not ask.
+        prompt_logprobs: One for each prompt token, None for the first one; only in the first event
+            with a token of the output 0, and only if the request asked.
     """
 
     request_id: str
@@ -80,6 +140,8 @@ class OutputEvent:
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = None
     error: PagedMLXError | None = None
+    logprobs: tuple[PositionLogprobs, ...] | None = None
+    prompt_logprobs: tuple[PositionLogprobs | None, ...] | None = None
 
     @classmethod
     def failed(cls, request_id: str, index: int, error: PagedMLXError) -> OutputEvent:
@@ -98,6 +160,7 @@ class CompletionOutput:
         token_ids: All tokens so far, an end-of-sequence token included.
         finish_reason: None while it goes on, then ``stop``, ``length``, ``abort`` or ``error``.
         stop_reason: The stop string or token id that ended it; None for the model's own end.
+        logprobs: One for each of ``token_ids``; None if the request did not ask.
     """
 
     index: int
@@ -106,6 +169,14 @@ class CompletionOutput:
     token_ids: tuple[int, ...] = ()
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    logprobs: tuple[PositionLogprobs, ...] | None = None
+
+    @property
+    def shown_logprobs(self) -> tuple[PositionLogprobs, ...]:
+        """Those of the tokens that ``text`` is made of; see the function of this name."""
+        return shown_logprobs(
+            self.logprobs or (), len(self.text), is_whole=self.finish_reason is not None
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +192,9 @@ class RequestOutput:
         num_cached_tokens: Prompt tokens that the first output shared instead of computing them.
         metrics: Times and preemptions.
         error: Set when the request was refused or failed; its outputs are what came before.
+        prompt_logprobs: One for each prompt token, None for the first one, which nothing comes
+            before; None until the first output token, and if the request did not ask. Places are
+            those in the prompt's decode, special tokens not left out.
     """
 
     request_id: str
@@ -131,6 +205,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     error: PagedMLXError | None = None
+    prompt_logprobs: tuple[PositionLogprobs | None, ...] | None = None
 
 
 class OutputCollector:
@@ -151,6 +226,8 @@ class OutputCollector:
         self._prompt_token_ids = prompt_token_ids
         self._texts: list[list[str]] = [[] for _ in range(n)]
         self._tokens: list[list[int]] = [[] for _ in range(n)]
+        self._logprobs: list[list[PositionLogprobs] | None] = [None] * n
+        self._prompt_logprobs: tuple[PositionLogprobs | None, ...] | None = None
         self._last: list[OutputEvent | None] = [None] * n
         self._num_cached_tokens = 0
         self._metrics = RequestMetrics()
@@ -167,6 +244,13 @@ class OutputCollector:
         self._tokens[event.index].extend(event.token_ids)
         self._last[event.index] = event
         self._error = self._error or event.error
+        if event.logprobs is not None:
+            found = self._logprobs[event.index]
+            if found is None:
+                found = self._logprobs[event.index] = []
+            found.extend(event.logprobs)
+        if event.prompt_logprobs is not None:
+            self._prompt_logprobs = event.prompt_logprobs
         if event.metrics is None:
             return
         self._metrics = event.metrics
@@ -191,6 +275,7 @@ class OutputCollector:
                     token_ids=tuple(self._tokens[index]),
                     finish_reason=last.finish_reason if last is not None else None,
                     stop_reason=last.stop_reason if last is not None else None,
+                    logprobs=None if (found := self._logprobs[index]) is None else tuple(found),
                 )
             )
         return RequestOutput(
@@ -202,6 +287,7 @@ class OutputCollector:
             num_cached_tokens=self._num_cached_tokens,
             metrics=self._metrics,
             error=self._error,
+            prompt_logprobs=self._prompt_logprobs,
         )
 
 

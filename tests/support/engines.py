@@ -69,6 +69,9 @@ class FakeRunner:
         sampling = [entry.sequence for entry in step.scheduled if entry.needs_logits]
         return StepResult(step.step_id, {each.seq_id: self.choose(each) for each in sampling})
 
+    def rest(self) -> None:
+        assert not self.under_way
+
     def close(self) -> None:
         self.num_closes += 1
 
