@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +80,15 @@ def names(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
+def find(cache: Path, pattern: str) -> list[Path]:
+    """Files of that name; none while folders come and go under our feet."""
+    with suppress(FileNotFoundError):
+        return list(cache.rglob(pattern))
+    return []
+
+
 def partial_files(cache: Path) -> list[Path]:
-    return list(cache.rglob("*.incomplete"))
+    return find(cache, "*.incomplete")
 
 
 def test_only_model_shaped_files_come_and_the_weights_last(server: FakeHub, cache: Path) -> None:
@@ -299,7 +307,7 @@ def test_a_signal_in_a_download_ends_it_lists_nothing_and_keeps_whole_files(
 ) -> None:
     server.stuck = {"model-00002-of-00002.safetensors"}
     process = pull(server, cache)
-    wait_until(lambda: list(cache.rglob("model-00001*")) and partial_files(cache))
+    wait_until(lambda: find(cache, "model-00001*") and partial_files(cache))
     process.send_signal(number)
     out, err = process.communicate(timeout=30)
     assert (process.returncode, out) == (code, "")
@@ -319,7 +327,7 @@ def test_a_signal_in_a_running_transfer_leaves_no_partial_file(
     server.slow = {"model-00002-of-00002.safetensors"}
     chunks = "from huggingface_hub import constants\nconstants.DOWNLOAD_CHUNK_SIZE = 1000"
     process = pull(server, cache, chunks)
-    wait_until(lambda: list(cache.rglob("model-00001*")) and partial_files(cache))
+    wait_until(lambda: find(cache, "model-00001*") and partial_files(cache))
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=30) == 130
     process.communicate()
