@@ -81,7 +81,7 @@ def parts(model: str) -> list[Part]:
     return [
         Part("doctor", ("-m", "pagedmlx", "doctor", "--kernels", "--json"), on_gpu=False),
         *checks,
-        Part("speed of decode", (*bench, "ceiling,decode,write_attend", *stdout)),
+        Part("speed of decode", (*bench, "ceiling,decode,factors,write_attend", *stdout)),
         Part("speed of prefill", (*bench, "prefill,write", *stdout)),
         Part("speed of others", (*bench, "sdpa,batch_cache", *stdout)),
         Part("peak memory", ("scripts/bench_kernels.py", "--peak", *stdout)),

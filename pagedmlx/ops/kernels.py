@@ -234,7 +234,8 @@ class KernelBackend:
         fixed = self._deterministic
         if fixed and rows > 1:
             rows = MAX_ROWS
-        whole = self._interned(decode_by(self._decode_path, replace(base, rows=rows)))
+        whole = decode_by(self._decode_path, replace(base, rows=rows), self._launch.platform)
+        whole = self._interned(whole)
         groups_per_item = whole.pool.num_kv_heads * whole.parts
         if fixed:
             chunks = fixed_chunks(lows, ends)

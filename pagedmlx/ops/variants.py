@@ -9,7 +9,7 @@ from enum import StrEnum
 from functools import cached_property
 
 from pagedmlx.kv.layout import DTYPE_BYTES
-from pagedmlx.ops.launch import MAX_THREADGROUP_BYTES, SIMD_WIDTH, Kernel
+from pagedmlx.ops.launch import MAX_THREADGROUP_BYTES, SIMD_WIDTH, Kernel, Platform
 from pagedmlx.ops.sources import read_source
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256, 512)
@@ -297,12 +297,16 @@ class MergeVariant:
         )
 
 
-def decode_by(path: DecodePath, variant: DecodeVariant) -> DecodeVariant:
+def decode_by(path: DecodePath, variant: DecodeVariant, platform: Platform) -> DecodeVariant:
     """The variant that multiplies as wanted, or by lanes where matrices can't serve it.
 
-    By itself it is lanes, until matrices have been measured to be faster on some GPU.
+    By itself it is by matrices where that was measured to be faster: on CUDA, with matrices full
+    of query heads. On Metal nobody has measured it yet.
     """
-    if path is not DecodePath.MATRICES or not variant.suits_matrices:
+    if path is DecodePath.AUTO:
+        full = variant.factor % MATRIX_ROWS == 0
+        path = DecodePath.MATRICES if full and platform is Platform.CUDA else DecodePath.LANES
+    if path is DecodePath.LANES or not variant.suits_matrices:
         return variant
     variant = replace(variant, matrices=True)
     while variant.needed_bytes > MAX_THREADGROUP_BYTES:
