@@ -159,8 +159,8 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for within a text; a special token's are its name's.
 
-        Where the tokenizer's text is not its tokens' joined bytes, this is what the token alone
-        adds after a letter.
+        Where the tokenizer's text is not its tokens' joined bytes, this is what the token adds
+        after itself.
         """
         found = self._bytes.get(token_id)
         if found is None:
@@ -190,8 +190,7 @@ class Tokenizer:
             return self._special[token_id].encode()
         if self._spelling is not None:
             return self._spelling.spell(token)
-        probe = self._encode(_PROBE, add_special_tokens=False)
-        return self.decode([*probe, token_id]).removeprefix(self.decode(probe)).encode()
+        return self.decode([token_id] * 2).removeprefix(self.decode([token_id])).encode()
 
     def _encode(self, text: str, *, add_special_tokens: bool, field: str = "prompt") -> list[int]:
         try:

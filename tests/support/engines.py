@@ -10,7 +10,7 @@ from pagedmlx.core.groups import KVGroup, KVGroupKind
 from pagedmlx.core.kv_manager import KVManager
 from pagedmlx.core.scheduler import Scheduler
 from pagedmlx.core.sequence import Sequence
-from pagedmlx.core.step import Step, StepResult
+from pagedmlx.core.step import Step, StepResult, TokenLogprobs
 from pagedmlx.engine.engine import Engine
 from pagedmlx.engine.inputs import EngineLimits
 from pagedmlx.engine.outputs import Job, OutputEvent, RequestOutput
@@ -44,6 +44,12 @@ def spelled(text: str | bytes, *, then: int = EOS) -> Choose:
     return choose
 
 
+def fake_logprobs(token: int, num_top: int | None) -> TokenLogprobs:
+    """The token is the likeliest one, then come the letters."""
+    others = [(letter, -float(place)) for place, letter in enumerate(LETTERS, 2)]
+    return TokenLogprobs(token, -1.0, 1, ((token, -1.0), *others)[: num_top or 0])
+
+
 class FakeRunner:
     """Computes nothing: ``choose`` names the token of each sequence that samples."""
 
@@ -67,7 +73,24 @@ class FakeRunner:
         # The tokens before it have been read by now, so they need not be kept here.
         step = self.under_way.pop(0)
         sampling = [entry.sequence for entry in step.scheduled if entry.needs_logits]
-        return StepResult(step.step_id, {each.seq_id: self.choose(each) for each in sampling})
+        sampled = {each.seq_id: self.choose(each) for each in sampling}
+        logprobs = {
+            each.seq_id: fake_logprobs(sampled[each.seq_id], each.request.params.logprobs)
+            for each in sampling
+            if each.request.params.logprobs is not None
+        }
+        prompts = {
+            entry.sequence.seq_id: tuple(
+                fake_logprobs(
+                    entry.sequence.token_ids[position + 1],
+                    entry.sequence.request.params.prompt_logprobs,
+                )
+                for position in entry.prompt_rows
+            )
+            for entry in step.scheduled
+            if entry.prompt_rows
+        }
+        return StepResult(step.step_id, sampled, logprobs, prompts)
 
     def rest(self) -> None:
         assert not self.under_way
