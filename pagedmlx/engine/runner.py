@@ -69,6 +69,7 @@ class ModelRunner:
     def rest(self) -> None:
         """No sequence is left: forget what was kept for any."""
         self._chooser.clear()
+        self._store.states.clear()
 
     def _upload(self, host: BatchArrays) -> PagedBatch:
         """Put a batch on the device, with the tokens that only the device knows."""

@@ -93,6 +93,11 @@ class StateStore:
             self._rows.pop(seq_id, None)
             self._prompt_of.pop(seq_id, None)
 
+    def clear(self) -> None:
+        """Forget all sequences."""
+        self._rows.clear()
+        self._prompt_of.clear()
+
     def take_pending(self) -> list[mx.array]:
         """The arrays that were put since the last call: to be evaluated with the step."""
         pending, self._pending = self._pending, []

@@ -135,7 +135,9 @@ def _try(
         raise _NotThisWayError(f"logits for one row have the form {shape}")
     stored = sorted(findings.shapes)
     states = [array for arrays in findings.states for array in arrays if array is not None]
-    dtypes = [findings.dtypes[layer] for layer in stored] or [states[0].dtype]
+    dtypes = [findings.dtypes[layer] for layer in stored] or [array.dtype for array in states]
+    if not dtypes:
+        raise _NotThisWayError("no layer stores anything in its cache")
     return ModelSurvey(
         row_layout=layout,
         reads_gathers=calls[0].gathers,
@@ -186,15 +188,14 @@ def _words(call: _Call) -> str:
 
 def _note(layer: int, cache: _RecordingCache, call: _Call, findings: _Findings) -> None:
     problem = cache.problem
-    if problem is None and cache.shape is not None and not call.gathers and not cache.attended:
-        problem = "does its attention by maths of its own"
-    if problem is None and findings.shapes.setdefault(layer, cache.shape) != cache.shape:  # type: ignore[arg-type]
-        problem = "stores K and V of changing shapes"
+    if problem is None and cache.shape is not None:
+        if not call.gathers and not cache.attended:
+            problem = "does its attention by maths of its own"
+        elif findings.shapes.setdefault(layer, cache.shape) != cache.shape:
+            problem = "stores K and V of changing shapes"
     if problem is not None:
         raise _NotThisWayError(f"layer {layer} {problem}")
-    if cache.shape is None:
-        del findings.shapes[layer]
-    elif cache.dtype is not None:
+    if cache.dtype is not None:
         findings.dtypes[layer] = cache.dtype
 
 

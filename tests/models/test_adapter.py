@@ -144,19 +144,46 @@ def test_a_long_prompt_never_makes_logits_for_every_position() -> None:
     assert peak_of(lambda: mx.eval(model(mx.array(tokens)[None]))) >= all_logits_bytes
 
 
-def test_decoding_never_copies_the_pool() -> None:
-    config = {**CONFIGS["llama"], "num_hidden_layers": 2}
-    loaded = replace(tiny_model(), model=build_model(config))
-    with ModelAdapter(loaded, make_backend("auto"), block_size=16) as adapter:
-        run = PagedRun(adapter, 1, 64)
-        run.store = KVStore(adapter.layout, (40_000,))
-        pool_array_bytes = 40_000 * adapter.layout.block_bytes(0) // 4
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3", "gemma2", "qwen3_5"])
+def test_no_step_copies_the_pool(name: str) -> None:
+    num_blocks = 20_000
+    with ModelAdapter(tiny_model(name), make_backend("auto"), block_size=16) as adapter:
+        run = PagedRun(adapter, 3, 64)
+        layout = adapter.layout
+        run.store = KVStore(layout, (num_blocks,) * len(layout.groups))
+        pool_array_bytes = num_blocks * 16 * layout.layer_bytes(layout.groups[0].layers[0]) // 2
         run.step([(0, range(5, 15))])
         before = mx.get_active_memory()
         mx.reset_peak_memory()
-        for token in range(40):
-            run.step([(0, [token])])
+        for token in range(20):
+            run.step([(0, [token]), (1, [token, token + 1]), (2, [token, token + 1])])
         assert mx.get_peak_memory() - before < pool_array_bytes / 4
+
+
+def test_layouts_are_found_from_the_models_themselves() -> None:
+    def look(name: str) -> tuple[RowLayout, bool, bool]:
+        with ModelAdapter(tiny_model(name), make_backend("auto")) as adapter:
+            return adapter.row_layout, adapter.reads_gathers, adapter.layout.state_bytes > 0
+
+    assert look("gpt_oss") == (RowLayout.TOKEN_ROWS, False, False)
+    assert look("deepseek_v3") == (RowLayout.SEQUENCE_ROWS, True, False)
+    assert look("gemma2") == (RowLayout.SEQUENCE_ROWS, True, False)
+    assert look("qwen3_5") == (RowLayout.SEQUENCE_ROWS, False, True)
+    assert look("kimi_linear") == (RowLayout.SEQUENCE_ROWS, True, True)
+    assert look("llama4") == (RowLayout.SINGLE_ROWS, True, False)
+
+
+def test_a_model_without_k_and_v_has_blocks_that_take_no_memory() -> None:
+    with ModelAdapter(tiny_model("mamba2"), make_backend("auto")) as adapter:
+        (group,) = adapter.layout.groups
+        assert group.layers == ()
+        assert adapter.layout.block_bytes(0) == 0
+        run = PagedRun(adapter, 2, 20)
+        run.step([(0, range(5, 15)), (1, range(3, 9))])
+        states = run.store.states.take(run.sequences, run.lengths)
+        assert states is not None
+        arrays = [array for layer in states.layers for array in layer if array is not None]
+        assert sum(array.nbytes for array in arrays) == 2 * adapter.layout.state_bytes
 
 
 @pytest.mark.parametrize(

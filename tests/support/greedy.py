@@ -84,6 +84,7 @@ def run_every_way(loaded: LoadedModel, vocab_size: int, depth: int = 0) -> Runs:
         num_cached_tokens = engine.stats().num_cached_tokens
         equal["forks"] = _run(engine, prompts, NUM_FORKS) == forked
         assert_idle(engine)
+        assert len(engine._runner._store.states) == 0
         return Runs(equal, engine.stats().num_preemptions, num_cached_tokens, engine.notes)
     finally:
         engine.close()

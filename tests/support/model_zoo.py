@@ -5,10 +5,11 @@ Values go by the name of a field of ``ModelArgs``; families differ only where th
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import inspect
 import pkgutil
 from collections.abc import Mapping
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -295,13 +296,15 @@ _OVERRIDES: Mapping[str, Mapping[str, Any]] = {
 
 def model_types() -> tuple[str, ...]:
     """Names of the modules of mlx-lm that define a model, whether or not they can be imported."""
-    names = []
+    found: list[str] = []
     for info in pkgutil.iter_modules(mlx_lm.models.__path__):
-        spec = info.module_finder.find_spec(info.name, None)  # type: ignore[call-arg]
-        source = spec.loader.get_source(spec.name) if spec and spec.loader else ""  # type: ignore
+        spec = importlib.util.find_spec(f"{mlx_lm.models.__name__}.{info.name}")
+        assert spec is not None
+        assert spec.origin is not None
+        source = Path(spec.origin).read_text(encoding="utf-8")
         if "\nclass Model(" in source and "ModelArgs" in source:
-            names.append(info.name)
-    return tuple(sorted(names))
+            found.append(info.name)
+    return tuple(sorted(found))
 
 
 def zoo_config(model_type: str) -> dict[str, Any]:
