@@ -115,7 +115,8 @@ class LayerCache:
         rows = self.rows
         slots = rows.part.batch.groups[rows.group].slot_mapping
         v_head_dim = values.shape[3]
-        stored = values if v_head_dim else keys
+        # Kernels take rows of one type.
+        stored = values.astype(keys.dtype) if v_head_dim else keys
         rows.store.write(self.layer, _by_row(keys), _by_row(stored), slots)
         self._fetched = keys, values
         if rows.part.gathers:
