@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
+
 from pagedmlx.core.block import Block
 from pagedmlx.core.prefix import PrefixIndex
 
@@ -27,6 +30,8 @@ class BlockPool:
         self._blocks: list[Block] = []
         self._num_queued = 0
         self._num_cached = 0
+        self._num_shared = 0
+        self._is_cached = bytearray(num_blocks)
         # The queue is a ring through this sentinel: its ``next`` is the head.
         self._ring = Block(-1)
         self._ring.prev = self._ring.next = self._ring
@@ -53,8 +58,13 @@ class BlockPool:
 
     @property
     def num_shared_blocks(self) -> int:
-        """Blocks that more than one table holds; walks the pool, for statistics only."""
-        return sum(block.ref_count > 1 for block in self._blocks)
+        """Blocks that more than one table holds."""
+        return self._num_shared
+
+    @property
+    def is_cached(self) -> npt.NDArray[np.bool_]:
+        """(num_blocks,) whether no table holds a block, but its content is known; a copy."""
+        return np.frombuffer(self._is_cached, np.bool_).copy()
 
     def can_allocate(self, num_blocks: int) -> bool:
         """Whether ``allocate`` would succeed this many times in a row."""
@@ -74,7 +84,7 @@ class BlockPool:
             self._unlink(block)
             if block.block_hash is not None:
                 self._index.remove(block)
-                self._num_cached -= 1
+                self._uncache(block)
                 self.num_evictions += 1
         block.ref_count = 1
         self.peak_used_blocks = max(self.peak_used_blocks, self.num_used_blocks)
@@ -85,18 +95,21 @@ class BlockPool:
         if block.ref_count == 0:
             assert block.block_hash is not None, "a free block has no content to share"
             self._unlink(block)
-            self._num_cached -= 1
+            self._uncache(block)
         block.ref_count += 1
+        self._num_shared += block.ref_count == 2
         self.peak_used_blocks = max(self.peak_used_blocks, self.num_used_blocks)
 
     def free(self, block: Block) -> None:
         """Drop a reference; without any left the block is cached if indexed, else free."""
         assert block.ref_count > 0, "block freed twice"
         block.ref_count -= 1
+        self._num_shared -= block.ref_count == 1
         if block.ref_count > 0:
             return
         if block.block_hash is not None:
             self._num_cached += 1
+            self._is_cached[block.block_id] = True
             self._link_before(block, self._ring)
         else:
             self._link_before(block, self._head())
@@ -105,7 +118,7 @@ class BlockPool:
         """Note that the index dropped a block by itself: a cached one becomes plain free."""
         assert block.block_hash is None
         if block.ref_count == 0:
-            self._num_cached -= 1
+            self._uncache(block)
             self._unlink(block)
             self._link_before(block, self._head())
 
@@ -139,6 +152,10 @@ class BlockPool:
         hashes = [block.block_hash is not None for block in queued]
         assert hashes == sorted(hashes), "a cached block stands before a plain free one"
         assert sum(hashes) == self._num_cached, "count of cached blocks is off"
+        cached_ids = {b.block_id for b, is_cached in zip(queued, hashes, strict=True) if is_cached}
+        assert set(np.flatnonzero(self.is_cached)) == cached_ids, "marks of cached blocks are off"
+        num_shared = sum(block.ref_count > 1 for block in self._blocks)
+        assert num_shared == self._num_shared, "count of shared blocks is off"
         indexed = {entry.block.block_id: key for key, entry in self._index}
         assert len(indexed) == len(self._index), "two hashes name one block"
         for block_id, block in enumerate(self._blocks):
@@ -148,6 +165,10 @@ class BlockPool:
             assert (block.ref_count == 0) == (block_id in queued_ids), f"{block} is in two states"
             assert indexed.get(block_id) == block.block_hash, f"index is stale for {block}"
         assert all(block_id < len(self._blocks) for block_id in table_counts)
+
+    def _uncache(self, block: Block) -> None:
+        self._num_cached -= 1
+        self._is_cached[block.block_id] = False
 
     def _head(self) -> Block:
         assert self._ring.next is not None

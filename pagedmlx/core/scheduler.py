@@ -29,6 +29,7 @@ from pagedmlx.core.counters import Counters
 from pagedmlx.core.kv_manager import KVManager, SharedPrefix
 from pagedmlx.core.request import Request
 from pagedmlx.core.sequence import FinishReason, Sequence, SequenceStatus
+from pagedmlx.core.snapshot import EngineSnapshot, take_snapshot
 from pagedmlx.core.stats import EngineStats
 from pagedmlx.core.step import BlockCopy, ScheduledSequence, Step, StepResult
 from pagedmlx.errors import InvalidRequestError, PoolTooSmallError, QueueFullError
@@ -356,9 +357,7 @@ class Scheduler:
         if entry is not None:
             plan.budget += entry.num_tokens
             sequence.num_unread_tokens -= entry.needs_logits
-            if entry.prompt_rows:
-                sequence.num_prompt_logprobs = entry.prompt_rows.start
-                plan.prompt_logits += len(entry.prompt_rows)
+            assert not entry.prompt_rows, "prompts are scheduled last, in the order of running"
             del plan.copies[sequence.seq_id]
         self.running.remove(sequence)
         self.kv.release(sequence)
@@ -401,6 +400,10 @@ class Scheduler:
     def stats(self) -> EngineStats:
         """A snapshot; bytes are the engine's to fill in."""
         return self._counters.snapshot(self.kv, self.running, self.waiting)
+
+    def snapshot(self, stats: EngineStats) -> EngineSnapshot:
+        """Every sequence and every block, beside these counts."""
+        return take_snapshot(stats, self.kv, self.running, self.waiting)
 
     def check_integrity(self) -> None:
         """Assert every invariant of scheduler, tables and pools; cheap enough for every step."""

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from pagedmlx.config import EngineConfig
+from pagedmlx.core.snapshot import EngineSnapshot
 from pagedmlx.core.stats import EngineStats
 from pagedmlx.engine.load import load_engine
 from pagedmlx.engine.outputs import Job, OutputEvent, RequestOutput
@@ -93,6 +94,10 @@ class AsyncEngine:
     async def stats(self) -> EngineStats:
         """A snapshot of all counts, between two steps."""
         return await asyncio.wrap_future(self._worker.call(self._worker.engine.stats))
+
+    async def snapshot(self) -> EngineSnapshot:
+        """Who holds which block and who waits, between two steps."""
+        return await asyncio.wrap_future(self._worker.call(self._worker.engine.snapshot))
 
     async def check_integrity(self) -> None:
         """Assert every invariant of the engine, between two steps."""

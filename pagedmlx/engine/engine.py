@@ -15,6 +15,7 @@ from pagedmlx.core.request import Request
 from pagedmlx.core.sampling_params import SamplingParams
 from pagedmlx.core.scheduler import Scheduler
 from pagedmlx.core.sequence import FinishReason, Sequence
+from pagedmlx.core.snapshot import EngineSnapshot
 from pagedmlx.core.stats import EngineStats
 from pagedmlx.core.step import INVALID_TOKEN, Step, StepResult, TokenLogprobs
 from pagedmlx.engine.inputs import EngineLimits, PreparedJob, prepare_job
@@ -237,6 +238,10 @@ class Engine:
             pool_bytes=self._pool_bytes,
             state_bytes=self._state_bytes,
         )
+
+    def snapshot(self) -> EngineSnapshot:
+        """Who holds which block and who waits, beside all counts."""
+        return self._scheduler.snapshot(self.stats())
 
     def check_integrity(self) -> None:
         """Assert every invariant of scheduler, tables, pools and this engine's records."""
