@@ -81,10 +81,20 @@ class StateStore:
             )
         )
 
-    def put(self, sequences: Sequence[TextSequence], states: States) -> None:
-        """Keep what came out of a pass; row i is the i-th sequence's."""
-        for row, sequence in enumerate(sequences):
-            self._rows[sequence.seq_id] = _Row(states, row)
+    def put(self, sequences: Sequence[TextSequence], ends: Sequence[int], states: States) -> None:
+        """Keep what came out of a pass.
+
+        Args:
+            sequences: Those that ran together.
+            ends: Position after the last token that each has computed. A state that leaves one
+                token of a prompt to compute is kept for the prompt's other outputs too.
+            states: Row i is the i-th sequence's.
+        """
+        for row, (sequence, end) in enumerate(zip(sequences, ends, strict=True)):
+            seq_id, request = sequence.seq_id, sequence.request
+            kept = self._rows[seq_id] = _Row(states, row)
+            if request.params.n > 1 and end == len(request.prompt_token_ids) - 1:
+                self._prompts[request.request_id] = self._prompt_of[seq_id] = kept
         self._pending.append(states)
 
     def drop(self, seq_ids: Iterable[int]) -> None:
@@ -114,9 +124,9 @@ class StateStore:
         if start == 0:
             self.drop([seq_id])
             return None
-        found = self._rows.get(seq_id) or self._prompts[request.request_id]
-        if request.params.n > 1 and start == len(request.prompt_token_ids) - 1:
-            self._prompts[request.request_id] = self._prompt_of[seq_id] = found
+        found = self._rows.get(seq_id)
+        if found is None:
+            found = self._prompt_of[seq_id] = self._prompts[request.request_id]
         return found
 
 

@@ -162,8 +162,11 @@ class ModelAdapter:
                 hint="run this model with mlx-lm itself, and please report it",
             )
         if states:
+            host = part.batch.host
             store.states.put(
-                part.batch.host.sequences, States(tuple(tuple(each.cache) for each in states))
+                host.sequences,
+                host.context_lens.tolist(),
+                States(tuple(tuple(each.cache) for each in states)),
             )
         if not sample_rows:
             return mx.zeros((0, self.vocab_size), dtype=logits.dtype)

@@ -82,6 +82,7 @@ def run_every_way(loaded: LoadedModel, vocab_size: int, depth: int = 0) -> Runs:
             "again": _run(engine, prompts) == expected,
         }
         num_cached_tokens = engine.stats().num_cached_tokens
+        _abort_midway(engine, prompts)
         equal["forks"] = _run(engine, prompts, NUM_FORKS) == forked
         assert_idle(engine)
         assert len(engine._runner._store.states) == 0
@@ -101,6 +102,19 @@ def _engine(loaded: LoadedModel, num_blocks: int) -> Engine:
         check_integrity=True,
     )
     return build_engine(loaded, byte_tokenizer(), config, on_progress=ignore_progress)
+
+
+def _abort_midway(engine: Engine, prompts: Sequence[Sequence[int]]) -> None:
+    """Start everything with forks, and end it while prompts and outputs are under way."""
+    params = SamplingParams(n=NUM_FORKS, temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    ids = [
+        engine.add_request(Job(prompt_token_ids=prompt, sampling_params=params))
+        for prompt in prompts
+    ]
+    for _ in range(4):
+        engine.step()
+    for request_id in ids:
+        engine.abort(request_id)
 
 
 def _run(engine: Engine, prompts: Sequence[Sequence[int]], n: int = 1) -> list[list[int]]:
