@@ -43,6 +43,8 @@ def random_job(rng: random.Random, number: int) -> Job:
         n=rng.choice((1, 1, 3)),
         max_tokens=rng.randint(1, 30),
         stop=rng.choice(((), ("ab",))),
+        logprobs=rng.choice((None, 0, 2)),
+        prompt_logprobs=rng.choice((None, None, 1)),
     )
     return Job(
         prompt="sys " * rng.randint(0, 4) + "x" * rng.randint(1, 12),
@@ -82,7 +84,12 @@ def test_random_traffic_ends_and_equals_solo(seed: int):
     for name, collector in collectors.items():
         assert collector.finished
         solo = run_job(make_engine(num_blocks=64, enable_prefix_caching=False), jobs[name])
-        for output, alone in zip(collector.output().outputs, solo.outputs, strict=True):
+        whole = collector.output()
+        if whole.prompt_logprobs is not None:
+            assert whole.prompt_logprobs == solo.prompt_logprobs
+        elif solo.prompt_logprobs is not None:
+            assert not whole.outputs[0].token_ids
+        for output, alone in zip(whole.outputs, solo.outputs, strict=True):
             if output.finish_reason in ("stop", "length"):
                 assert output == alone
             else:
