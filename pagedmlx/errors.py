@@ -104,3 +104,9 @@ class EngineDeadError(PagedMLXError):
 
 class RequestFailedError(PagedMLXError):
     """One request's own work failed; the others go on."""
+
+
+class NoTokenLeftError(RequestFailedError):
+    """A request's own settings forbid every token at some place of its output."""
+
+    http_status = 400

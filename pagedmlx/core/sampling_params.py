@@ -133,7 +133,8 @@ def _check_number(
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InvalidRequestError(field, f"{value!r} is not a number")
     too_low = value <= low if open_low else value < low
-    if math.isnan(value) or too_low or value > high:
+    # Last, since a whole number can be too large for it.
+    if too_low or value > high or math.isnan(value):
         low_text = f"above {low:g}" if open_low else f"at least {low:g}"
         raise InvalidRequestError(field, f"{value} must be {low_text} and at most {high:g}")
 

@@ -1,4 +1,4 @@
-"""EngineStats: one snapshot of everything that is counted; chat, metrics and scripts read it."""
+"""EngineStats and RequestProgress: snapshots that chat, metrics and scripts read."""
 
 from __future__ import annotations
 
@@ -71,3 +71,34 @@ class EngineStats:
     block_bytes: int = 0
     pool_bytes: int = 0
     state_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestProgress:
+    """Where one request in flight is; counts of tokens and blocks are of all its outputs.
+
+    Attributes:
+        request_id: The request.
+        state: ``waiting``, ``prefill``, ``decode``, or ``preempted`` when it waits again.
+        age_s: Since it arrived.
+        priority: Larger is served first.
+        num_outputs: How many outputs it has.
+        num_prompt_tokens: Tokens of its prompt.
+        num_cached_tokens: Those that came from shared blocks.
+        num_computed_tokens: Tokens whose K and V the first unfinished output has in the pool.
+        num_output_tokens: Tokens generated so far.
+        num_blocks: Blocks that it holds, shared ones counted once.
+        num_preemptions: How often one of its outputs lost its blocks.
+    """
+
+    request_id: str
+    state: str
+    age_s: float
+    priority: int
+    num_outputs: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_computed_tokens: int
+    num_output_tokens: int
+    num_blocks: int
+    num_preemptions: int

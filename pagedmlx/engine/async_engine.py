@@ -11,11 +11,13 @@ from typing import Any, Self
 
 from pagedmlx.config import EngineConfig
 from pagedmlx.core.snapshot import EngineSnapshot
-from pagedmlx.core.stats import EngineStats
+from pagedmlx.core.stats import EngineStats, RequestProgress
+from pagedmlx.engine.inputs import EngineLimits, PreparedJob
 from pagedmlx.engine.load import load_engine
 from pagedmlx.engine.outputs import Job, OutputEvent, RequestOutput
-from pagedmlx.engine.worker import EngineWorker
+from pagedmlx.engine.worker import EngineWorker, Sink
 from pagedmlx.progress import ProgressCallback
+from pagedmlx.text.tokenizer import Tokenizer
 
 
 class AsyncEngine:
@@ -75,9 +77,8 @@ class AsyncEngine:
             RequestFailedError: The request itself failed.
         """
         events: asyncio.Queue[OutputEvent] = asyncio.Queue()
-        sink = _thread_safe(asyncio.get_running_loop(), events)
-        # Tokenizing a long prompt takes a while; the event loop goes on meanwhile.
-        prepared = await asyncio.to_thread(self._worker.prepare, job)
+        sink = _thread_safe(asyncio.get_running_loop(), events.put_nowait)
+        prepared = await self.prepare(job)
         collector = prepared.collector()
         self._worker.submit(prepared, sink)
         try:
@@ -91,6 +92,40 @@ class AsyncEngine:
             if not collector.finished:
                 self._worker.abort(prepared.request_id, sink)
 
+    async def prepare(self, job: Job) -> PreparedJob:
+        """Check and tokenize a job, on another thread: a long prompt takes a while.
+
+        Raises:
+            InvalidRequestError: The job itself can't be served.
+            EngineDeadError: The engine's loop failed.
+        """
+        return await asyncio.to_thread(self._worker.prepare, job)
+
+    async def submit(self, prepared: PreparedJob, receive: Sink) -> Callable[[], None]:
+        """Hand a prepared job over; returns once the engine has taken it.
+
+        Args:
+            prepared: The job.
+            receive: Gets its events, on this event loop; also after it was aborted.
+
+        Returns:
+            Call it to abort the request; it does nothing once that has ended.
+
+        Raises:
+            InvalidRequestError: The request could never run.
+            QueueFullError: Too many wait already.
+            EngineDeadError: The engine's loop failed.
+        """
+        sink = _thread_safe(asyncio.get_running_loop(), receive)
+        abort = partial(self._worker.abort, prepared.request_id, sink)
+        taken = self._worker.submit(prepared, sink)
+        try:
+            await asyncio.wrap_future(taken)
+        except BaseException:
+            abort()
+            raise
+        return abort
+
     async def stats(self) -> EngineStats:
         """A snapshot of all counts, between two steps."""
         return await asyncio.wrap_future(self._worker.call(self._worker.engine.stats))
@@ -102,6 +137,20 @@ class AsyncEngine:
     async def check_integrity(self) -> None:
         """Assert every invariant of the engine, between two steps."""
         await asyncio.wrap_future(self._worker.call(self._worker.engine.check_integrity))
+
+    async def progress(self) -> tuple[RequestProgress, ...]:
+        """Where each request in flight is, between two steps."""
+        return await asyncio.wrap_future(self._worker.call(self._worker.engine.progress))
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer; safe on any thread."""
+        return self._worker.engine.tokenizer
+
+    @property
+    def limits(self) -> EngineLimits:
+        """What one request may ask for."""
+        return self._worker.engine.limits
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -134,11 +183,9 @@ class AsyncEngine:
         await self.close()
 
 
-def _thread_safe(
-    loop: asyncio.AbstractEventLoop, events: asyncio.Queue[OutputEvent]
-) -> Callable[[OutputEvent], None]:
+def _thread_safe(loop: asyncio.AbstractEventLoop, receive: Sink) -> Sink:
     def sink(event: OutputEvent) -> None:
         if not loop.is_closed():
-            loop.call_soon_threadsafe(events.put_nowait, event)
+            loop.call_soon_threadsafe(receive, event)
 
     return sink

@@ -16,12 +16,13 @@ from pagedmlx.core.sampling_params import SamplingParams
 from pagedmlx.core.scheduler import Scheduler
 from pagedmlx.core.sequence import FinishReason, Sequence
 from pagedmlx.core.snapshot import EngineSnapshot
-from pagedmlx.core.stats import EngineStats
+from pagedmlx.core.stats import EngineStats, RequestProgress
 from pagedmlx.core.step import INVALID_TOKEN, Step, StepResult, TokenLogprobs
 from pagedmlx.engine.inputs import EngineLimits, PreparedJob, prepare_job
 from pagedmlx.engine.logprobs import LogprobWriter, PromptLogprobs
 from pagedmlx.engine.outputs import Job, OutputEvent, PositionLogprobs, RequestMetrics
-from pagedmlx.errors import PagedMLXError, RequestFailedError
+from pagedmlx.engine.request_progress import request_progress
+from pagedmlx.errors import NoTokenLeftError, PagedMLXError, RequestFailedError
 from pagedmlx.text.detokenizer import Detokenizer
 from pagedmlx.text.tokenizer import Tokenizer
 
@@ -243,6 +244,12 @@ class Engine:
         """Who holds which block and who waits, beside all counts."""
         return self._scheduler.snapshot(self.stats())
 
+    def progress(self) -> tuple[RequestProgress, ...]:
+        """Where each request in flight is."""
+        now = self._clock()
+        lives = self._live.values()
+        return tuple(request_progress(live.sequences, now - live.arrival_s) for live in lives)
+
     def check_integrity(self) -> None:
         """Assert every invariant of scheduler, tables, pools and this engine's records."""
         self._scheduler.check_integrity()
@@ -371,7 +378,7 @@ def _nothing_to_choose(sequence: Sequence) -> RequestFailedError:
     params = sequence.request.params
     name = f"request {sequence.request.request_id}"
     if params.bad_words or params.allowed_token_ids is not None or params.min_tokens:
-        return RequestFailedError(
+        return NoTokenLeftError(
             f"{name}: no token is left to choose from",
             hint="allowed_token_ids, bad_words or min_tokens forbid every token here",
         )

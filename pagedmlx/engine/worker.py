@@ -96,8 +96,11 @@ class EngineWorker:
         arrival_s = time.monotonic()
         return replace(self.engine.prepare(job), arrival_s=arrival_s)
 
-    def submit(self, prepared: PreparedJob, sink: Sink) -> None:
+    def submit(self, prepared: PreparedJob, sink: Sink) -> Future[None]:
         """Hand a job to the engine; if the engine refuses it, its events say so.
+
+        Returns:
+            Done when the engine has taken the job; its exception is why it was refused.
 
         Raises:
             EngineClosedError: The engine was closed; there will be no events.
@@ -110,14 +113,16 @@ class EngineWorker:
                 self.engine.add_request(prepared)
             except PagedMLXError as error:
                 _fail(prepared.request_id, subscriber, error)
+                raise
             except Exception as problem:
                 _logger.exception("request %s can't be added", prepared.request_id)
                 error = RequestFailedError(f"request {prepared.request_id}: {problem!r}")
                 _fail(prepared.request_id, subscriber, error)
+                raise error from problem
             else:
                 self._subscribers[prepared.request_id] = subscriber
 
-        self.call(add)
+        return self.call(add)
 
     def abort(self, request_id: str, sink: Sink) -> None:
         """End a request soon, if it still runs; its outputs get events with the reason ``abort``.

@@ -269,3 +269,37 @@ def test_no_task_is_left_behind():
             assert asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(main(), debug=True)
+
+
+def test_a_submitted_job_is_taken_or_refused_before_anything_else_happens():
+    async def run() -> None:
+        async with await started(lambda: make_engine(num_blocks=8, max_num_waiting=1)) as engine:
+            events: asyncio.Queue[Any] = asyncio.Queue()
+            prepared = await engine.prepare(job(max_tokens=3))
+            await engine.submit(prepared, events.put_nowait)
+            while (await events.get()).finish_reason is None:
+                pass
+            with pytest.raises(PoolTooSmallError):
+                await engine.submit(await engine.prepare(job(max_tokens=60)), events.put_nowait)
+
+    asyncio.run(run())
+
+
+def test_an_aborted_job_says_so_and_leaves_nothing():
+    async def run() -> None:
+        async with await started(lambda: make_engine(FakeRunner(before_step=slowly))) as engine:
+            events: asyncio.Queue[Any] = asyncio.Queue()
+            prepared = await engine.prepare(job(max_tokens=200, n=2))
+            abort = await engine.submit(prepared, events.put_nowait)
+            await events.get()
+            (seen,) = await engine.progress()
+            assert (seen.state, seen.num_outputs) in (("prefill", 2), ("decode", 2))
+            assert seen.num_blocks > 0
+            abort()
+            reasons = [(await events.get()).finish_reason]
+            while reasons[-2:] != ["abort", "abort"]:
+                reasons.append((await events.get()).finish_reason)
+            assert await engine.progress() == ()
+            await until_idle(engine)
+
+    asyncio.run(run())
