@@ -30,6 +30,21 @@ def test_rows_slots_and_tables_of_a_mixed_step() -> None:
     assert group.copy_src.tolist() == group.copy_dst.tolist() == []
 
 
+def test_rows_for_log_probabilities_of_a_prompt_stand_beside_those_that_sample() -> None:
+    driver = make_driver(16, 4, max_num_batched_tokens=64, prefill_chunk_size=6)
+    (short,) = driver.add(make_request((1, 2, 3), 4, request_id="short"))
+    driver.step()
+    (told,) = driver.add(make_request(range(20, 25), 4, request_id="told", prompt_logprobs=1))
+    (long,) = driver.add(make_request(range(30, 40), 4, request_id="long", prompt_logprobs=1))
+    step = driver.scheduler.schedule()
+    assert step is not None
+    batch = build_batch(step, 4)
+    assert batch.sequences == (short, told, long)
+    assert batch.sample_rows.tolist() == list(range(12))
+    assert batch.sample_sequences == (short, *[told] * 5, *[long] * 6)
+    assert batch.prompt_places.tolist() == [1, 2, 3, 4, 6, 7, 8, 9, 10, 11]
+
+
 def test_the_tail_of_a_row_is_a_sentinel_even_where_the_table_is_reused() -> None:
     driver = make_driver(16, 4, prefill_chunk_size=4)
     (first,) = driver.add(make_request(range(5), 1, request_id="ends early"))

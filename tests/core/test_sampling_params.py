@@ -4,7 +4,13 @@ from typing import Any
 
 import pytest
 
-from pagedmlx.core.sampling_params import MAX_N, MAX_STOP_STRINGS, SamplingParams
+from pagedmlx.core.sampling_params import (
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_N,
+    MAX_STOP_STRINGS,
+    SamplingParams,
+)
 from pagedmlx.errors import InvalidRequestError
 
 NAN = float("nan")
@@ -21,6 +27,18 @@ BAD: list[tuple[str, Any]] = [
     *[("min_tokens", value) for value in (-1, 257, 0.0, False)],
     *[("stop", value) for value in (1, [1], ["x", None], {"x": 1}, ["x"] * (MAX_STOP_STRINGS + 1))],
     *[("stop_token_ids", value) for value in (5, "5", [-1], [1.0], [True], ["a"])],
+    *[("repetition_penalty", value) for value in (0, -1, 101, NAN, "1", True, None)],
+    *[("presence_penalty", value) for value in (-2.1, 2.1, NAN, INF, "0", None)],
+    *[("frequency_penalty", value) for value in (-2.1, 2.1, NAN, INF, "0", None)],
+    *[("logprobs", value) for value in (-1, 21, 1.0, "5", True)],
+    *[("prompt_logprobs", value) for value in (-1, 21, 1.0, "5", False)],
+    *[("logit_bias", {key: 1.0}) for key in (-1, "-1", "abc", "", 1.5, True, None, "1" * 50)],
+    *[("logit_bias", {"5": bias}) for bias in (-101, 100.5, NAN, "1", None, True)],
+    *[("logit_bias", value) for value in (5, "5", [5], [(5,)], [[5, 1.0]])],
+    ("logit_bias", dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 1.0)),
+    *[("allowed_token_ids", value) for value in ((), [], 5, [-1], ["a"], "abc")],
+    *[("bad_words", value) for value in (5, [5], [""], ["a", " "], ["x"] * (MAX_BAD_WORDS + 1))],
+    *[("include_stop_str_in_output", value) for value in (None, 1)],
     *[("ignore_eos", value) for value in (None, 1, "yes")],
     *[("skip_special_tokens", value) for value in (None, 0)],
 ]
@@ -53,6 +71,14 @@ GOOD: list[tuple[str, Any]] = [
     ("max_tokens", 10**12),
     ("max_tokens", None),
     ("min_tokens", 256),
+    ("repetition_penalty", 1e-9),
+    ("repetition_penalty", 100),
+    ("presence_penalty", -2),
+    ("frequency_penalty", 2.0),
+    ("logprobs", 0),
+    ("logprobs", 20),
+    ("prompt_logprobs", 20),
+    ("prompt_logprobs", None),
 ]
 
 
@@ -76,6 +102,22 @@ def test_stop_token_ids_take_any_collection() -> None:
     assert SamplingParams(stop_token_ids=[2, 1]).stop_token_ids == (2, 1)  # type: ignore[arg-type]
     assert SamplingParams(stop_token_ids={7}).stop_token_ids == (7,)  # type: ignore[arg-type]
     assert SamplingParams(stop_token_ids=None).stop_token_ids == ()  # type: ignore[arg-type]
+
+
+def test_logit_bias_takes_a_mapping_with_keys_as_json_has_them() -> None:
+    for value in ({"7": 1, 3: -100}, [(3, -100.0), (7, 1.0)], ((7, 1), (3, -100))):
+        params = SamplingParams(logit_bias=value)  # type: ignore[arg-type]
+        assert params.logit_bias == ((3, -100.0), (7, 1.0))
+    assert SamplingParams(logit_bias=None).logit_bias == ()  # type: ignore[arg-type]
+    assert len(SamplingParams(logit_bias=dict.fromkeys(range(301), 1)).logit_bias) == 301  # type: ignore[arg-type]
+
+
+def test_lists_of_tokens_and_words_are_kept_once_each() -> None:
+    params = SamplingParams(allowed_token_ids=[5, 1, 5], bad_words=["a", "b", "a"])  # type: ignore[arg-type]
+    assert params.allowed_token_ids == (1, 5)
+    assert params.bad_words == ("a", "b")
+    assert SamplingParams(bad_words="ab").bad_words == ("ab",)  # type: ignore[arg-type]
+    assert hash(params) == hash(SamplingParams(allowed_token_ids=(1, 5), bad_words=("a", "b")))
 
 
 def test_zero_temperature_is_greedy_whatever_else_is_set() -> None:

@@ -51,6 +51,27 @@ def test_a_longer_prompt_still_hits_after_full_hits() -> None:
     assert longer.num_cached_tokens == 64
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_prompt_to_be_told_of_is_computed_whole_and_in_short_chunks(depth: int) -> None:
+    driver = make_driver(32, 4, max_prompt_logits=6, depth=depth)
+    driver.add(make_request(SYSTEM, 4, request_id="first"))
+    driver.run()
+    (told,) = driver.add(make_request(SYSTEM, 4, request_id="told", prompt_logprobs=0))
+    (also,) = driver.add(make_request(SYSTEM, 4, request_id="also", prompt_logprobs=0))
+    (plain,) = driver.add(make_request(SYSTEM, 4, request_id="plain"))
+    run_and_check(driver)
+    assert (told.num_cached_tokens, also.num_cached_tokens, plain.num_cached_tokens) == (0, 0, 12)
+    assert driver.told == {told.seq_id: 15, also.seq_id: 15}
+
+
+def test_only_the_first_of_several_outputs_tells_of_the_prompt() -> None:
+    driver = make_driver(32, 4, max_prompt_logits=6)
+    sequences = driver.add(make_request(SYSTEM, 4, n=3, prompt_logprobs=0))
+    run_and_check(driver)
+    assert driver.told == {sequences[0].seq_id: 15}
+    assert [each.num_cached_tokens for each in sequences] == [0, 15, 15]
+
+
 @pytest.mark.parametrize("length", [15, 16, 17])
 @pytest.mark.parametrize("max_tokens", [16, 17, 18])
 def test_a_pool_of_exactly_the_right_size_is_enough(length: int, max_tokens: int) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -75,6 +76,42 @@ def test_tokens_of_a_text_that_the_model_does_not_have_are_refused():
     narrow = EngineLimits(max_model_len=100, capacity_tokens=64, block_size=4, vocab_size=50)
     with pytest.raises(InvalidRequestError, match=r"prompt: .* below 50"):
         prepare(narrow, prompt="\xff")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("logit_bias", {str(VOCAB_SIZE): 5}),
+        ("logit_bias", {999999999: 5}),
+        ("allowed_token_ids", (5, VOCAB_SIZE)),
+        ("bad_words", ("a", "\ud800")),
+    ],
+)
+def test_tokens_and_words_that_the_model_does_not_have_are_refused(field: str, value: Any):
+    with pytest.raises(InvalidRequestError) as caught:
+        prepare(prompt="a", sampling_params=SamplingParams(**{field: value}))
+    assert caught.value.field == field
+    assert "\n" not in str(caught.value)
+
+
+def test_bad_words_are_forbidden_both_alone_and_after_a_space():
+    params = SamplingParams(bad_words=("the", " fox", "a b"))
+    tokenizer = byte_tokenizer()
+    expected = [tokenizer.encode(text) for text in ("the", " the", "fox", " fox", "a b", " a b")]
+    assert prepare(prompt="a", sampling_params=params).bad_words == tuple(map(tuple, expected))
+
+
+def test_end_tokens_beyond_the_models_vocabulary_are_passed_over():
+    narrow = EngineLimits(max_model_len=100, capacity_tokens=64, block_size=4, vocab_size=EOS)
+    assert prepare(narrow, prompt_token_ids=[0]).stop_token_ids == frozenset()
+
+
+def test_a_minimum_that_only_end_tokens_could_reach_is_refused():
+    params = SamplingParams(allowed_token_ids=(EOS,), min_tokens=1)
+    with pytest.raises(InvalidRequestError, match="min_tokens: before 1 tokens"):
+        prepare(prompt="a", sampling_params=params)
+    for others in ({"min_tokens": 0}, {"ignore_eos": True}, {"allowed_token_ids": (EOS, 9)}):
+        prepare(prompt="a", sampling_params=replace(params, **others))
 
 
 def test_every_prompt_form_gives_the_same_tokens():

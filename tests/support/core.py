@@ -21,7 +21,7 @@ from pagedmlx.core.request import Request
 from pagedmlx.core.sampling_params import SamplingParams
 from pagedmlx.core.scheduler import Scheduler
 from pagedmlx.core.sequence import FinishReason, Sequence
-from pagedmlx.core.step import Step, StepResult
+from pagedmlx.core.step import ScheduledSequence, Step, StepResult
 
 VOCABULARY = 4
 STOP_TOKEN = 3
@@ -70,11 +70,14 @@ def make_request(
     cache_salt: str = "",
     min_tokens: int = 0,
     stop_token_ids: Iterable[int] = (),
+    prompt_logprobs: int | None = None,
 ) -> Request:
     return Request(
         request_id=request_id,
         prompt_token_ids=tuple(prompt),
-        params=SamplingParams(n=n, max_tokens=max_tokens, min_tokens=min_tokens),
+        params=SamplingParams(
+            n=n, max_tokens=max_tokens, min_tokens=min_tokens, prompt_logprobs=prompt_logprobs
+        ),
         stop_token_ids=frozenset(stop_token_ids),
         seed=seed,
         priority=priority,
@@ -200,6 +203,9 @@ class Driver:
     config: EngineConfig
     stop_strings: bool = False
     depth: int = 0
+    max_prompt_logits: int = 128
+    # How far the prompt's log probabilities have been told, by sequence.
+    told: dict[int, int] = field(default_factory=dict)
     flying: list[tuple[Step, dict[int, int]]] = field(default_factory=list)
     scheduler: Scheduler = field(init=False)
     ghost: GhostMemory = field(init=False)
@@ -207,7 +213,7 @@ class Driver:
     sequences: list[Sequence] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.scheduler = Scheduler(self.kv, self.config)
+        self.scheduler = Scheduler(self.kv, self.config, max_prompt_logits=self.max_prompt_logits)
         self.ghost = GhostMemory(self.kv)
 
     def add(self, request: Request) -> tuple[Sequence, ...]:
@@ -248,7 +254,8 @@ class Driver:
             s.seq_id: next_token(
                 s.request, s.index, [*s.token_ids, *self.ghost.unread.get(s.seq_id, ())]
             )
-            for s in batch.sample_sequences
+            for place, s in enumerate(batch.sample_sequences)
+            if place not in batch.prompt_places
         }
 
     def _update(self, step: Step, sampled: dict[int, int]) -> None:
@@ -270,6 +277,7 @@ class Driver:
         assert set(step.preempted) <= set(step.freed)
         single = [entry.num_tokens == 1 for entry in step.scheduled]
         assert single == sorted(single, reverse=True), "decode rows come first"
+        assert sum(len(entry.prompt_rows) for entry in step.scheduled) <= self.max_prompt_logits
         for entry in step.scheduled:
             sequence = entry.sequence
             assert not sequence.is_finished
@@ -279,10 +287,26 @@ class Driver:
             assert sequence.num_computed_tokens == end <= ahead
             assert entry.needs_logits == (end == ahead)
             assert entry.is_unread == (end > sequence.num_tokens)
+            self._check_prompt_rows(entry)
             for table in sequence.block_tables:
                 assert len(table) == -(-end // self.kv.block_size)
         for sequence in self.scheduler.waiting:
             assert sequence.num_overtaken <= config.max_overtakes
+
+    def _check_prompt_rows(self, entry: ScheduledSequence) -> None:
+        """Each position of a prompt is told of once, in order, all before the first token."""
+        sequence = entry.sequence
+        wanted = sequence.index == 0 and sequence.request.params.prompt_logprobs is not None
+        last = sequence.num_prompt_tokens - 1 if wanted else 0
+        told = self.told.get(sequence.seq_id, 0)
+        if entry.prompt_rows:
+            assert entry.prompt_rows.start == told
+            assert entry.start <= told
+            assert entry.prompt_rows.stop == min(last, entry.start + entry.num_tokens)
+            self.told[sequence.seq_id] = told = entry.prompt_rows.stop
+        assert told >= min(last, entry.start + entry.num_tokens)
+        if entry.needs_logits:
+            assert told == last
 
     def run(self, max_steps: int = 1000) -> int:
         """Step until nothing is left; fails when that takes more than ``max_steps``."""
@@ -338,6 +362,7 @@ def make_driver(
     max_overtakes: int = 64,
     max_num_waiting: int | None = None,
     depth: int = 0,
+    max_prompt_logits: int = 128,
 ) -> Driver:
     kv = make_kv(
         num_blocks,
@@ -355,4 +380,6 @@ def make_driver(
         max_overtakes=max_overtakes,
         max_num_waiting=max_num_waiting,
     )
-    return Driver(kv, config, stop_strings=stop_strings, depth=depth)
+    return Driver(
+        kv, config, stop_strings=stop_strings, depth=depth, max_prompt_logits=max_prompt_logits
+    )

@@ -46,6 +46,7 @@ def requests(draw: st.DrawFn, request_id: str) -> Request:
         cache_salt=draw(cache_salts),
         min_tokens=draw(st.integers(0, max_tokens)),
         stop_token_ids=draw(st.sampled_from([(), (STOP_TOKEN,)])),
+        prompt_logprobs=draw(st.sampled_from([None, None, None, 0])),
     )
 
 
@@ -62,5 +63,6 @@ def drivers(draw: st.DrawFn) -> Driver:
         max_num_batched_tokens=draw(st.sampled_from([64, 12, 8, 5, 3, 2, 1])),
         prefill_chunk_size=draw(st.sampled_from([64, 5, 4, 3, 2, 1])),
         max_overtakes=draw(st.sampled_from([64, 3, 1, 0])),
+        max_prompt_logits=draw(st.sampled_from([128, 4, 1])),
         depth=draw(st.sampled_from([0, 1])),
     )

@@ -36,6 +36,14 @@ def test_a_match_completed_while_unarmed_is_passed_on_for_good(before, after, st
     assert (shown, matcher.match) == cut_at_stop(before + after, stops, first=len(before) + 1)
 
 
+@given(_words, _stops, st.lists(st.integers(0, 30), max_size=8))
+def test_an_included_match_is_all_that_comes_on_top(text, stops, cuts):
+    matcher = StopMatcher(stops, include=True)
+    shown = "".join(matcher.feed(piece) for piece in pieces(text, cuts)) + matcher.flush()
+    before, match = cut_at_stop(text, stops)
+    assert (shown, matcher.match) == (before + (match or ""), match)
+
+
 @pytest.mark.parametrize(
     ("stops", "text", "shown", "match"),
     [
