@@ -212,16 +212,16 @@ def _completions(sequence: TextSequence, position: int) -> Iterable[tuple[int, i
     Yields:
         The token, and the newest token with which it would complete the word; None if any does.
     """
-    # The newest token may be known to the device only.
-    before = sequence.token_ids[sequence.num_prompt_tokens : position - 1]
-    num_output = position - sequence.num_prompt_tokens
+    # The newest token may be known to the device only; those before it are known here.
+    newest = position - 1
     for word in sequence.request.bad_words:
+        start = newest - (len(word) - 2)
         if len(word) == 1:
             yield word[0], None
-        elif len(word) - 1 <= num_output:
-            start = len(before) - (len(word) - 2)
-            if tuple(before[start:]) == word[:-2]:
-                yield word[-1], word[-2]
+        elif start >= sequence.num_prompt_tokens and (
+            tuple(sequence.token_ids[start:newest]) == word[:-2]
+        ):
+            yield word[-1], word[-2]
 
 
 def _is_changed(row: SampleRow) -> bool:
