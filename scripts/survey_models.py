@@ -143,17 +143,20 @@ def caches(adapter: ModelAdapter) -> list[Any]:
 
 def survey_apart(model_type: str) -> Row:
     """Run one type in a process of its own: a crash or a hang is one row."""
-    try:
-        done = run_apart("--one", model_type)
-    except subprocess.TimeoutExpired:
-        return Row(model_type, "wrong", reason=f"no answer within {TIMEOUT_S} s")
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if lines:
-        return Row(**json.loads(lines[-1]))
+    complaint = ""
+    for _ in range(2):  # files may be changing beneath it
+        try:
+            done = run_apart("--one", model_type)
+        except subprocess.TimeoutExpired:
+            return Row(model_type, "wrong", reason=f"no answer within {TIMEOUT_S} s")
+        lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+        if lines:
+            return Row(**json.loads(lines[-1]))
+        last = (done.stderr.strip().splitlines() or ["nothing said"])[-1]
+        complaint = f"exit code {done.returncode}: {last}"
     if any(run_apart("--alone", model_type).returncode for _ in range(NUM_TRIES)):
         return Row(model_type, "refused", reason="the process crashes with mlx-lm alone too")
-    last = (done.stderr.strip().splitlines() or ["nothing said"])[-1]
-    return Row(model_type, "wrong", reason=f"exit code {done.returncode}: {last}")
+    return Row(model_type, "wrong", reason=complaint)
 
 
 def run_apart(option: str, model_type: str) -> subprocess.CompletedProcess[str]:
