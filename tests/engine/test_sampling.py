@@ -18,6 +18,7 @@ from pagedmlx.engine.runner import ModelRunner
 from pagedmlx.errors import RequestFailedError
 from pagedmlx.models.adapter import ModelAdapter
 from pagedmlx.sampling.sampler import Sampler, SampleRow
+from tests.support.model_zoo import zoo_config
 from tests.support.sampling import changed_logits, log_softmax, most_likely
 from tests.support.tiny_models import CONFIGS, VOCAB_SIZE, build_model, save_tiny_folder
 
@@ -75,8 +76,8 @@ def open_llm(folder: Path, **settings: Any) -> LLM:
 class Reference:
     """The model by mlx-lm alone, a whole pass for each token, and the settings by numpy."""
 
-    def __init__(self) -> None:
-        self._model = build_model(CONFIGS["llama"])
+    def __init__(self, name: str = "llama") -> None:
+        self._model: Any = build_model(CONFIGS.get(name) or zoo_config(name))
         self._known: dict[tuple[int, ...], np.ndarray] = {}
 
     def logits(self, tokens: list[int]) -> np.ndarray:
@@ -241,6 +242,23 @@ def test_prompt_logprobs_are_the_same_cold_cached_and_interrupted(
             outputs = llm.generate([*prompts, *prompts], params)
             for output in outputs:
                 reference.check(llm, output, params)
+
+
+@pytest.mark.usefixtures("depth")
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_5"])
+def test_settings_hold_for_models_that_run_in_sequence_rows(name: str, tmp_path: Path):
+    reference = Reference(name)
+    params = [
+        replace(PLAIN, prompt_logprobs=2, logprobs=3, repetition_penalty=1.4, n=2),
+        replace(PLAIN, frequency_penalty=1.5),
+        replace(SEEDED, prompt_logprobs=0, logit_bias={11: 3.0}),
+    ]
+    with open_llm(save_tiny_folder(tmp_path / "m", name), prefill_chunk_size=6) as llm:
+        for _ in range(2):
+            outputs = llm.generate([SHARED[:21], SHARED, SHORT], params)
+            for output, each in zip(outputs, params, strict=True):
+                reference.check(llm, output, each)
+        assert_nothing_is_kept(llm)
 
 
 @pytest.mark.usefixtures("depth")
