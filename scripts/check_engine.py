@@ -36,9 +36,12 @@ from pagedmlx.kv.store import KVStore
 from pagedmlx.ops import make_backend
 from pagedmlx.ops.base import AttentionParams
 from pagedmlx.ops.launch import gpu_platform
+from pagedmlx.sampling.logprobs import read_scores, score_tokens
+from pagedmlx.sampling.processors import LogitProcessors
 from pagedmlx.sampling.sampler import Sampler, SampleRow
 from scripts.report import save
 from tests.support.attention import TOLERANCES, make_case
+from tests.support.sampling import changed_logits, log_softmax, make_sequence, most_likely
 
 # Lengths around block edges and around the lengths where MLX changes its attention kernel.
 DECODES = tuple((n - 1, 1) for n in (1, 16, 17, 255, 1023, 1024, 1025, 1026, 4095, 4096, 4097))
@@ -152,7 +155,7 @@ def check_pool_is_not_copied() -> dict[str, Any]:
 
 
 def check_sampler() -> dict[str, Any]:
-    """Greedy ties, broken rows, neighbours, and frequencies against the exact distribution."""
+    """Ties, broken rows, neighbours, exact frequencies; processors and log probabilities."""
     logits = [0.3, 2.0, -1.0, 1.1, 0.0, 1.7, -3.0, 0.9]
     sampler, count = Sampler(), 4000
     rows = [SampleRow(SamplingParams(top_k=5), 3, 0, position) for position in range(count)]
@@ -169,8 +172,72 @@ def check_sampler() -> dict[str, Any]:
         "frequencies": bool((off <= 6 * np.sqrt(count * likely * (1 - likely))).all()),
         "neighbours": alone.tolist() == tokens[7:9].tolist(),
         "ties_and_nan": special.tolist() == [1, INVALID_TOKEN],
+        "processors": _processors_are_exact(),
+        "logprobs": _logprobs_are_exact(),
     }
     return {"ok": all(parts.values())} | parts
+
+
+def _processors_are_exact() -> bool:
+    """All settings over several steps whose tokens the host reads late, against numpy."""
+    rng = np.random.default_rng(5)
+    vocabulary, num_rows = 5000, 9
+    texts = [
+        make_sequence(
+            row,
+            SamplingParams(
+                repetition_penalty=1.0 + row % 3,
+                frequency_penalty=0.25 * (row % 2),
+                presence_penalty=0.5 * (row % 4),
+                logit_bias=dict.fromkeys(range(row, 300, 7), 1.5),
+                min_tokens=row % 4,
+            ),
+            rng.integers(0, 40, 20).tolist(),
+            stop_token_ids=(3, 4),
+            bad_words=[(5,), (6, 7), (8, 9, 10)],
+        )
+        for row in range(num_rows)
+    ]
+    processors, outputs = LogitProcessors(), [list[int]() for _ in texts]
+    newest = [text.token_ids[-1] for text in texts]
+    for step in range(6):
+        logits = rng.normal(size=(num_rows, vocabulary)).astype(np.float32) * 4
+        rows = [
+            SampleRow(text.request.params, 0, 0, text.num_prompt_tokens + step, text)
+            for text in texts
+        ]
+        changed = processors.apply(
+            mx.array(logits), rows, mx.array(newest, mx.int32), np.arange(num_rows)
+        )
+        newest = rng.integers(0, 12, num_rows).tolist()
+        mx.eval(changed, processors.sampled(mx.array(newest, mx.int32)))
+        for row, text in enumerate(texts):
+            expected = changed_logits(logits[row], text.request, outputs[row])
+            if not np.allclose(np.array(changed[row]), expected, rtol=1e-5, atol=1e-5):
+                return False
+            # The host is one token behind.
+            text.token_ids[text.num_prompt_tokens :] = outputs[row]
+            outputs[row].append(newest[row])
+    return True
+
+
+def _logprobs_are_exact() -> bool:
+    """The likeliest tokens in their order, many of them equal, against float64."""
+    rng = np.random.default_rng(6)
+    for vocabulary in (150, 5120, 150_001):
+        logits = rng.integers(-4, 5, (5, vocabulary)).astype(np.float32)
+        tokens = rng.integers(0, vocabulary, 5).tolist()
+        scores = score_tokens(mx.array(logits), mx.array(tokens, mx.int32), with_top=True)
+        found = read_scores(np.array(scores), tokens, [20] * 5)
+        for row, told in enumerate(found):
+            expected = log_softmax(logits[row])
+            top = most_likely(logits[row], 20)
+            values = [told.logprob, *(value for _, value in told.top)]
+            if [token for token, _ in told.top] != top or not np.allclose(
+                values, expected[[tokens[row], *top]], atol=1e-3
+            ):
+                return False
+    return True
 
 
 def check_parity(model: str) -> dict[str, Any]:
