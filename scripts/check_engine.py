@@ -189,7 +189,7 @@ def _processors_are_exact() -> bool:
                 repetition_penalty=1.0 + row % 3,
                 frequency_penalty=0.25 * (row % 2),
                 presence_penalty=0.5 * (row % 4),
-                logit_bias=dict.fromkeys(range(row, 300, 7), 1.5),
+                logit_bias=tuple((token, 1.5) for token in range(row, 300, 7)),
                 min_tokens=row % 4,
             ),
             rng.integers(0, 40, 20).tolist(),

@@ -90,7 +90,8 @@ def prepare_job(job: Job, tokenizer: Tokenizer, limits: EngineLimits) -> Prepare
     if not params.ignore_eos:
         # A tokenizer may know tokens that the model can't give.
         stop_token_ids |= {each for each in tokenizer.eos_token_ids if each < limits.vocab_size}
-    if params.min_tokens and stop_token_ids.issuperset(params.allowed_token_ids or (-1,)):
+    allowed = params.allowed_token_ids
+    if params.min_tokens and allowed is not None and stop_token_ids.issuperset(allowed):
         raise InvalidRequestError(
             "min_tokens",
             f"before {params.min_tokens} tokens none that ends the output can be chosen, but "
