@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -21,14 +21,19 @@ from pagedmlx.cli.commands.completion import completion
 from pagedmlx.cli.commands.doctor import doctor
 from pagedmlx.cli.commands.generate import generate
 from pagedmlx.cli.commands.ls import ls
+from pagedmlx.cli.commands.ps import ps
 from pagedmlx.cli.commands.pull import pull
 from pagedmlx.cli.commands.rm import rm
+from pagedmlx.cli.commands.serve import serve
 from pagedmlx.cli.options import (
+    SHARED_FLAGS,
+    Flag,
     config_defaults,
     give_variables,
     origin,
     with_engine_and_sampling,
 )
+from pagedmlx.cli.server_flags import SERVE_FLAGS, with_engine_and_server
 from pagedmlx.cli.settings import read_config_file
 from pagedmlx.cli.signals import EXIT_INTERRUPTED, EXIT_TERMINATED, Terminated, signals_raise
 from pagedmlx.errors import InvalidRequestError, PagedMLXError
@@ -71,13 +76,20 @@ def _start(
     ctx.ensure_object(Session).debug |= debug
     if ctx.invoked_subcommand is None:
         render.text(ctx.get_help())
-    elif ctx.invoked_subcommand == "generate":
-        command = getattr(ctx.command, "commands")["generate"]  # noqa: B009 - of typer's groups
-        ctx.default_map = {"generate": config_defaults(read_config_file(), command)}
+    elif ctx.invoked_subcommand in _CONFIGURED:
+        commands = getattr(ctx.command, "commands")  # noqa: B009 - of typer's groups
+        name = ctx.invoked_subcommand
+        others = [commands[each] for each in _CONFIGURED if each != name]
+        values = config_defaults(read_config_file(), commands[name], others, _CONFIGURED[name])
+        ctx.default_map = {name: values}
 
+
+# The commands that read the config file, with what is known of their flags.
+_CONFIGURED: Mapping[str, tuple[Flag, ...]] = {"generate": SHARED_FLAGS, "serve": SERVE_FLAGS}
 
 app.command()(with_engine_and_sampling(generate))
-for _command in (pull, ls, rm, doctor, completion):
+app.command()(with_engine_and_server(serve))
+for _command in (ps, pull, ls, rm, doctor, completion):
     app.command()(_command)
 
 

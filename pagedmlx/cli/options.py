@@ -11,7 +11,7 @@ import inspect
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -121,7 +121,8 @@ def _number(value: str | float) -> float:
         raise typer.BadParameter(f"{value!r} is not a number") from error
 
 
-def _size_argument(value: str | int) -> int:
+def size_argument(value: str | int) -> int:
+    """What a flag that takes a size gives typer: ``parse_size`` with typer's own error."""
     try:
         return parse_size(value)
     except InvalidRequestError as error:
@@ -148,7 +149,7 @@ ENGINE_FLAGS = (
         "kv_cache_memory",
         "Memory for the pool, such as 4GiB.",
         int | None,
-        parser=_size_argument,
+        parser=size_argument,
         metavar="SIZE",
     ),
     Flag("gpu_memory_utilization", "Share of memory for weights and pool, up to 1.", float),
@@ -191,37 +192,65 @@ def with_engine_and_sampling(command: Callable[..., None]) -> Callable[..., None
     The command declares ``ctx``, ``config: EngineConfig``, ``params: SamplingParams`` and
     ``model_flag`` beside its own parameters; typer sees a parameter for every flag instead.
     """
+    groups = (
+        FlagGroup("config", EngineConfig, ENGINE_FLAGS),
+        FlagGroup("params", SamplingParams, SAMPLING_FLAGS),
+    )
+    return with_flags(command, groups, MODEL_FLAG)
+
+
+@dataclass(frozen=True, slots=True)
+class FlagGroup:
+    """Flags that fill one settings object of a command.
+
+    Attributes:
+        parameter: The command's parameter that gets the object.
+        cls: Its class; it has the defaults and the checks.
+        flags: One for each of its fields that can be set.
+    """
+
+    parameter: str
+    cls: type
+    flags: tuple[Flag, ...]
+
+
+def with_flags(
+    command: Callable[..., None], groups: tuple[FlagGroup, ...], *single: Flag
+) -> Callable[..., None]:
+    """Replace parameters of a command by the flags that they are made of; typer sees only those.
+
+    Args:
+        command: Declares ``ctx``, a parameter for each group and for each single flag.
+        groups: Settings objects.
+        single: Flags that are parameters by themselves.
+    """
     own = inspect.signature(command, eval_str=True)
-    replaced = ("config", "params", MODEL_FLAG.field)
+    replaced = {group.parameter for group in groups} | {flag.field for flag in single}
     parameters = [p for name, p in own.parameters.items() if name not in replaced]
-    parameters.append(MODEL_FLAG.parameter(None))
-    defaults = {**_defaults(EngineConfig), **_defaults(SamplingParams)}
-    for flag in (*ENGINE_FLAGS, *SAMPLING_FLAGS):
-        default = defaults[flag.field] if flag.default is None else flag.default
-        parameters.append(flag.parameter(default))
+    parameters += [flag.parameter(None) for flag in single]
+    for group in groups:
+        defaults = {field.name: field.default for field in dataclasses.fields(group.cls)}
+        parameters += [
+            flag.parameter(defaults[flag.field] if flag.default is None else flag.default)
+            for flag in group.flags
+        ]
 
     def run(ctx: typer.Context, **values: Any) -> None:
         if _source("stop", ctx) == "ENVIRONMENT":
             # Typer would split it at spaces; a stop string may well have some.
             values["stop"] = [os.environ["PAGEDMLX_STOP"]]
         with _named_as_given(ctx):
-            config = _build(EngineConfig, ENGINE_FLAGS, values)
-            params = _build(SamplingParams, SAMPLING_FLAGS, values)
-            command(ctx, config=config, params=params, **values)
+            built = {
+                group.parameter: group.cls(**{f.field: values.pop(f.field) for f in group.flags})
+                for group in groups
+            }
+            command(ctx, **built, **values)
 
     run.__name__, run.__doc__ = command.__name__, command.__doc__
     signature = own.replace(parameters=parameters)
     run.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
     run.__annotations__ = {p.name: p.annotation for p in parameters}
     return run
-
-
-def _defaults(cls: type) -> dict[str, object]:
-    return {field.name: field.default for field in dataclasses.fields(cls)}
-
-
-def _build(cls: type, flags: tuple[Flag, ...], values: dict[str, Any]) -> Any:
-    return cls(**{flag.field: values.pop(flag.field) for flag in flags})
 
 
 @contextmanager
@@ -288,16 +317,31 @@ def _variable(key: str) -> str:
     return f"PAGEDMLX_{key.replace('-', '_').upper()}"
 
 
-def config_defaults(settings: Mapping[str, object], command: Any) -> dict[str, object]:
+def config_defaults(
+    settings: Mapping[str, object],
+    command: Any,
+    others: Iterable[Any] = (),
+    flags: Iterable[Flag] = SHARED_FLAGS,
+) -> dict[str, object]:
     """Turn a config file's keys into defaults of a command's parameters.
+
+    Args:
+        settings: Keys and values.
+        command: Whose parameters they are.
+        others: Commands that read the same file; what only they know is passed over.
+        flags: What is known of the command's flags.
 
     Raises:
         InvalidRequestError: A key that no flag has, or a value of the wrong type.
     """
     by_key = {_key(option): option for option in _options(command)}
+    elsewhere = {_key(option) for other in others for option in _options(other)}
+    kinds = {flag.field: flag for flag in flags}
     defaults: dict[str, object] = {}
     for key, value in settings.items():
         option = by_key.get(key.replace("_", "-"))
+        if option is None and key.replace("_", "-") in elsewhere:
+            continue
         if option is None:
             import difflib
 
@@ -305,11 +349,11 @@ def config_defaults(settings: Mapping[str, object], command: Any) -> dict[str, o
             raise InvalidRequestError(
                 f"{key} in the config file",
                 "there is no flag of that name",
-                hint=f"did you mean {close[0]}?" if close else "pagedmlx generate --help",
+                hint=f"did you mean {close[0]}?" if close else f"pagedmlx {command.name} --help",
             )
         if option.metavar == "JSON" and isinstance(value, dict):
             value = json.dumps(value)
-        if not _fits(value, option):
+        if not _fits(value, option, kinds.get(option.name)):
             raise InvalidRequestError(
                 f"{_key(option)} in the config file", f"{value!r} is of the wrong type"
             )
@@ -317,8 +361,7 @@ def config_defaults(settings: Mapping[str, object], command: Any) -> dict[str, o
     return defaults
 
 
-def _fits(value: object, option: Any) -> bool:
-    flag = next((flag for flag in SHARED_FLAGS if flag.field == option.name), None)
+def _fits(value: object, option: Any, flag: Flag | None) -> bool:
     kind = flag.type if flag is not None else bool if option.is_flag else str
     if kind == list[str]:
         return isinstance(value, list) and all(isinstance(item, str) for item in value)

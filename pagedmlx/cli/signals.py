@@ -34,11 +34,8 @@ def signals_raise() -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> NoReturn:
         code = 128 + number
         if timers:
-            _end(code)
-        timer = threading.Timer(_GRACE_S, _end, [code])
-        timer.daemon = True
-        timers.append(timer)
-        timer.start()
+            end_at_once(code)
+        timers.append(end_later(code))
         raise KeyboardInterrupt if number == signal.SIGINT else Terminated
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -51,6 +48,15 @@ def signals_raise() -> Iterator[None]:
             timer.cancel()
 
 
-def _end(code: int) -> NoReturn:
+def end_later(code: int, after_s: float = _GRACE_S) -> threading.Timer:
+    """End the process with an exit code after some time, unless the timer is cancelled."""
+    timer = threading.Timer(after_s, end_at_once, [code])
+    timer.daemon = True
+    timer.start()
+    return timer
+
+
+def end_at_once(code: int) -> NoReturn:
+    """End the process with an exit code, whatever it is doing."""
     render.restore_terminal()
     os._exit(code)

@@ -1,0 +1,1 @@
+"""The HTTP endpoint: OpenAI's API over one engine."""

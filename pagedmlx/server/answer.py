@@ -1,0 +1,110 @@
+"""The way of a generating request: read it, run it, and answer whole or as a stream."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from pagedmlx.errors import InvalidRequestError
+from pagedmlx.server.body import read_json
+from pagedmlx.server.errors import JsonResponse
+from pagedmlx.server.fields import renamed_error
+from pagedmlx.server.generation import Generation
+from pagedmlx.server.service import Service, logger
+from pagedmlx.server.streaming import EventStream
+from pagedmlx.server.writer import Ask, Usage, Writer, whole_pieces
+
+_MAX_NAMED = 20
+
+
+async def answer(request: Request, read: Callable[[dict[str, Any], Service], Ask]) -> Response:
+    """Answer a request.
+
+    Args:
+        request: Its body has not been read.
+        read: Understands the body of its endpoint, and raises what is wrong with it.
+
+    Raises:
+        PagedMLXError: It is refused or failed; nothing has been sent.
+        ClientGoneError: Nobody waits for it any more.
+    """
+    service: Service = request.app.state.service
+    engine = service.require_engine()
+    body = await read_json(request, service.settings)
+    ask = read(body, service)
+    if service.settings.log_contents:
+        logger.info("asked: %s", json.dumps(body))
+    generation = Generation(
+        engine,
+        service.metrics,
+        request.receive,
+        timeout_s=service.settings.request_timeout_s,
+        on_close=service.discard,
+    )
+    service.add(generation)
+    is_handed_over = False
+    try:
+        await _start(generation, ask)
+        writer = ask.writer(generation.prepared)
+        head = {
+            "id": f"{writer.id_prefix}-{uuid.uuid4().hex}",
+            "object": writer.chunk_kind if ask.stream else writer.kind,
+            "created": int(time.time()),
+            "model": ask.model,
+        }
+        usage = Usage(generation.prepared)
+        request.state.note.update(id=head["id"], usage=usage)
+        headers = _headers(ask.unknown)
+        if ask.stream:
+            is_handed_over = True
+            return EventStream(
+                generation,
+                writer,
+                usage,
+                head,
+                include_usage=ask.include_usage,
+                settings=service.settings,
+                headers=headers,
+            )
+        whole = await _whole(generation, writer, usage)
+        if service.settings.log_contents:
+            logger.info("answered: %s", json.dumps(whole["choices"]))
+        return JsonResponse(head | whole, headers=headers)
+    finally:
+        if not is_handed_over:
+            generation.close()
+
+
+async def _start(generation: Generation, ask: Ask) -> None:
+    try:
+        await generation.start(ask.jobs)
+    except InvalidRequestError as error:
+        raise renamed_error(error, ask.renamed) from error
+
+
+async def _whole(generation: Generation, writer: Writer, usage: Usage) -> dict[str, Any]:
+    collectors = [each.collector() for each in generation.prepared]
+    while not generation.is_finished:
+        found = await generation.next()
+        if found is not None:
+            usage.note(*found)
+            collectors[found[0]].add(found[1])
+    pieces = whole_pieces([each.output() for each in collectors])
+    choices = [writer.choice(piece) for piece in pieces]
+    return {"choices": choices, "usage": usage.as_json(), **writer.extras(pieces)}
+
+
+def _headers(unknown: Sequence[str]) -> dict[str, str]:
+    """Names what nobody knows, as far as a header can."""
+    named = [name if _is_plain(name) else "?" for name in unknown[:_MAX_NAMED]]
+    return {"X-Ignored-Fields": ", ".join(named)} if named else {}
+
+
+def _is_plain(name: str) -> bool:
+    return len(name) <= 64 and name.isascii() and name.replace("_", "").replace("-", "").isalnum()

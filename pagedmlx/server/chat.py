@@ -1,0 +1,132 @@
+"""``/v1/chat/completions``: a conversation in, messages of the assistant out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from pagedmlx.core.sampling_params import MAX_LOGPROBS
+from pagedmlx.engine.outputs import Job
+from pagedmlx.errors import InvalidRequestError
+from pagedmlx.server.answer import answer
+from pagedmlx.server.fields import (
+    CHAT_FIELDS,
+    include_usage,
+    refuse_with_stream,
+    sampling_params,
+    sort_fields,
+    typed,
+)
+from pagedmlx.server.logprobs import chat_logprobs, prompt_logprobs
+from pagedmlx.server.service import Service
+from pagedmlx.server.writer import Ask, Piece
+
+
+async def chat_completions(request: Request) -> Response:
+    """Answer a conversation."""
+    return await answer(request, _read)
+
+
+def _read(body: dict[str, Any], service: Service) -> Ask:
+    values, unknown = sort_fields(body, CHAT_FIELDS, strict=service.settings.strict)
+    model = service.check_model(typed(values, "model", str, None))
+    if "messages" not in values:
+        raise InvalidRequestError("messages", "is missing; a list of messages is needed")
+    stream = typed(values, "stream", bool, False)
+    refuse_with_stream(values, stream=stream)
+    max_tokens, name = _max_tokens(values)
+    # Where the engine's errors say prompt, this endpoint's clients have written messages.
+    renamed = {"prompt": "messages", "max_tokens": name, "logprobs": "top_logprobs"}
+    job = Job(
+        messages=values["messages"],
+        sampling_params=sampling_params(
+            values,
+            CHAT_FIELDS,
+            {"max_tokens": None, **service.require_engine().sampling_defaults},
+            renamed,
+            max_tokens=max_tokens,
+            logprobs=_num_logprobs(values),
+        ),
+        priority=typed(values, "priority", int, 0),
+        cache_salt=typed(values, "cache_salt", str, ""),
+        chat_template_kwargs=typed(values, "chat_template_kwargs", dict, {}),
+    )
+    return Ask(
+        jobs=(job,),
+        model=model,
+        writer=lambda _prepared: ChatWriter(),
+        stream=stream,
+        include_usage=include_usage(values, stream=stream),
+        unknown=unknown,
+        renamed=renamed,
+    )
+
+
+def _max_tokens(values: dict[str, Any]) -> tuple[Any, str]:
+    """The limit of the answer and the name that the request gives it."""
+    new, old = values.get("max_completion_tokens"), values.get("max_tokens")
+    if new is None:
+        return old, "max_tokens"
+    if old is not None and old != new:
+        raise InvalidRequestError("max_tokens", f"{old!r} is not max_completion_tokens, {new!r}")
+    return new, "max_completion_tokens"
+
+
+def _num_logprobs(values: dict[str, Any]) -> Any:
+    """How many likeliest tokens to tell of; None tells nothing at all."""
+    top = values.get("top_logprobs")
+    if typed(values, "logprobs", bool, False):
+        return 0 if top is None else top
+    if top is not None and top != 0:
+        raise InvalidRequestError(
+            "top_logprobs",
+            f"{top!r} goes with logprobs: true",
+            hint=f"0 to {MAX_LOGPROBS} of them",
+        )
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class ChatWriter:
+    """Writes answers as chat completions."""
+
+    id_prefix: ClassVar[str] = "chatcmpl"
+    kind: ClassVar[str] = "chat.completion"
+    chunk_kind: ClassVar[str] = "chat.completion.chunk"
+
+    def choice(self, piece: Piece) -> dict[str, Any]:
+        """One choice of a whole answer."""
+        return {
+            "index": piece.index,
+            "message": {"role": "assistant", "content": piece.text, "refusal": None},
+            "logprobs": chat_logprobs(piece.logprobs),
+            "finish_reason": piece.finish_reason,
+            "stop_reason": piece.stop_reason,
+        }
+
+    def extras(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """What is told of the prompt."""
+        told = prompt_logprobs(pieces[0].prompt_logprobs)
+        return {} if told is None else {"prompt_logprobs": told}
+
+    def chunks(self, piece: Piece) -> list[dict[str, Any]]:
+        """The role first, then the text, then the end."""
+        chunks: list[dict[str, Any]] = []
+        if piece.is_first:
+            chunks.append(_chunk(piece, {"role": "assistant", "content": "", "refusal": None}))
+        if piece.text or piece.logprobs:
+            chunks.append(_chunk(piece, {"content": piece.text}))
+            chunks[-1]["logprobs"] = chat_logprobs(piece.logprobs)
+        if piece.finish_reason is not None:
+            chunks.append(_chunk(piece, {}))
+            chunks[-1]["finish_reason"] = piece.finish_reason
+            chunks[-1]["stop_reason"] = piece.stop_reason
+        return chunks
+
+
+def _chunk(piece: Piece, delta: dict[str, Any]) -> dict[str, Any]:
+    return {"index": piece.index, "delta": delta, "logprobs": None, "finish_reason": None}

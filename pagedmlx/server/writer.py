@@ -1,0 +1,198 @@
+"""What chat and completions differ in once the engine answers: Writer, and what it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
+
+from pagedmlx.engine.inputs import PreparedJob
+from pagedmlx.engine.outputs import (
+    Job,
+    OutputEvent,
+    PositionLogprobs,
+    RequestOutput,
+    shown_logprobs,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one event adds to one choice of a stream; of a whole answer, all of the choice.
+
+    Attributes:
+        job: Number of the job that the choice belongs to.
+        index: Of the choice.
+        is_first: Whether nothing of the choice has been sent yet.
+        text: New text.
+        logprobs: Of the tokens that have been shown whole by it; None if nobody asked.
+        finish_reason: Set at the choice's end.
+        stop_reason: The stop string or token that ended it.
+        prompt_logprobs: Of the job's prompt, with the choice's first piece, if they were asked for.
+    """
+
+    job: int
+    index: int
+    is_first: bool
+    text: str
+    logprobs: tuple[PositionLogprobs, ...] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    prompt_logprobs: tuple[PositionLogprobs | None, ...] | None = None
+
+
+class Writer(Protocol):
+    """Writes answers in the shape of one endpoint.
+
+    Attributes:
+        id_prefix: Ids of answers begin with it.
+        kind: The ``object`` of a whole answer.
+        chunk_kind: The ``object`` of one event of a stream.
+    """
+
+    id_prefix: ClassVar[str]
+    kind: ClassVar[str]
+    chunk_kind: ClassVar[str]
+
+    def choice(self, piece: Piece) -> dict[str, Any]:
+        """One choice of a whole answer; the piece is all of it."""
+        ...
+
+    def extras(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """What a whole answer has beside its choices."""
+        ...
+
+    def chunks(self, piece: Piece) -> list[dict[str, Any]]:
+        """The choice, as one or several chunks of a stream show it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request as its endpoint has understood it.
+
+    Attributes:
+        jobs: One for each prompt.
+        model: The name that the answer carries.
+        writer: Makes what writes the answer, once the jobs have been prepared.
+        stream: Whether it is sent as it grows.
+        include_usage: Whether a stream ends with token counts.
+        unknown: Fields that nobody knows.
+        renamed: What the request calls fields that the engine's errors name.
+    """
+
+    jobs: tuple[Job, ...]
+    model: str
+    writer: Callable[[Sequence[PreparedJob]], Writer]
+    stream: bool
+    include_usage: bool
+    unknown: tuple[str, ...]
+    renamed: Mapping[str, str]
+
+
+def whole_pieces(outputs: Sequence[RequestOutput]) -> list[Piece]:
+    """The choices of finished requests, each in one piece."""
+    return [
+        Piece(
+            job=job,
+            index=job * len(output.outputs) + choice.index,
+            is_first=True,
+            text=choice.text,
+            logprobs=None if choice.logprobs is None else choice.shown_logprobs,
+            finish_reason=choice.finish_reason,
+            stop_reason=choice.stop_reason,
+            prompt_logprobs=output.prompt_logprobs,
+        )
+        for job, output in enumerate(outputs)
+        for choice in output.outputs
+    ]
+
+
+class Usage:
+    """Adds up the tokens of an answer from its events."""
+
+    def __init__(self, prepared: Sequence[PreparedJob]) -> None:
+        self.num_prompt_tokens = sum(len(each.prompt_token_ids) for each in prepared)
+        self.num_output_tokens = 0
+        self._num_cached = [0] * len(prepared)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that were shared instead of computed."""
+        return sum(self._num_cached)
+
+    def note(self, job: int, event: OutputEvent) -> None:
+        """Take in the next event."""
+        self.num_output_tokens += len(event.token_ids)
+        if event.index == 0:
+            self._num_cached[job] = max(self._num_cached[job], event.num_cached_tokens)
+
+    def as_json(self) -> dict[str, Any]:
+        """OpenAI's shape."""
+        return {
+            "prompt_tokens": self.num_prompt_tokens,
+            "completion_tokens": self.num_output_tokens,
+            "total_tokens": self.num_prompt_tokens + self.num_output_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
+        }
+
+
+@dataclass(slots=True)
+class _Choice:
+    num_chars: int = 0
+    has_begun: bool = False
+    pending: list[PositionLogprobs] = field(default_factory=list[PositionLogprobs])
+
+
+class Pieces:
+    """Turns the events of a stream into pieces.
+
+    Log probabilities of a token wait until its text has been shown, since a stop string may still
+    swallow it. Where those of the prompt are wanted, all choices wait for them.
+    """
+
+    def __init__(self, prepared: Sequence[PreparedJob]) -> None:
+        self._n = prepared[0].params.n
+        self._params = [each.params for each in prepared]
+        self._choices = [_Choice() for _ in range(self._n * len(prepared))]
+        self._prompts: list[tuple[PositionLogprobs | None, ...] | None] = [None] * len(prepared)
+        self._held: list[tuple[int, OutputEvent]] = []
+
+    def take(self, job: int, event: OutputEvent) -> list[Piece]:
+        """The pieces that an event lets out; each choice gets at least one in all."""
+        if event.prompt_logprobs is not None:
+            self._prompts[job] = event.prompt_logprobs
+        # The first output tells of the prompt, with its first token or else at its end.
+        is_told = event.index == 0 and event.finish_reason is not None
+        if self._params[job].prompt_logprobs is not None and self._prompts[job] is None:
+            if not is_told:
+                self._held.append((job, event))
+                return []
+            self._prompts[job] = ()
+        held = [each for each in self._held if each[0] == job]
+        self._held = [each for each in self._held if each[0] != job]
+        return [self._piece(*each) for each in (*held, (job, event))]
+
+    def _piece(self, job: int, event: OutputEvent) -> Piece:
+        index = job * self._n + event.index
+        choice = self._choices[index]
+        is_first, choice.has_begun = not choice.has_begun, True
+        choice.num_chars += len(event.text)
+        shown = None
+        if event.logprobs is not None:
+            choice.pending += event.logprobs
+            is_whole = event.finish_reason is not None
+            shown = shown_logprobs(choice.pending, choice.num_chars, is_whole=is_whole)
+            choice.pending = [
+                each for each in choice.pending if max(each.start + 1, each.end) > choice.num_chars
+            ]
+        return Piece(
+            job=job,
+            index=index,
+            is_first=is_first,
+            text=event.text,
+            logprobs=shown,
+            finish_reason=event.finish_reason,
+            stop_reason=event.stop_reason,
+            prompt_logprobs=self._prompts[job] if is_first else None,
+        )
