@@ -133,7 +133,11 @@ def test_a_folder_named_like_the_embedded_model_needs_a_path(
         "http://host/x",
     ],
 )
-def test_a_name_that_is_nothing_is_refused_with_a_hint_and_without_network(name: str) -> None:
+def test_a_name_that_is_nothing_is_refused_with_a_hint_and_without_network(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
     for look in (lambda: hub.resolve(name, offline=True), lambda: hub.pull(name)):
         with pytest.raises((ModelNotFoundError, ModelStoreError)) as caught:
             look()
