@@ -81,6 +81,11 @@ class EngineWorker:
         return self._engine
 
     @property
+    def is_alive(self) -> bool:
+        """Whether its thread still runs; after ``close`` it may, deep in a step or in loading."""
+        return self._thread.is_alive()
+
+    @property
     def failure(self) -> EngineDeadError | None:
         """Why the step loop died, or None while it is well."""
         return self._failure

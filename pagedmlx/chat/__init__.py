@@ -1,0 +1,1 @@
+"""The terminal chat. Importing this package loads neither Textual nor MLX."""

@@ -1,0 +1,457 @@
+"""ChatApp: tabs of conversations beside the map of the memory that they live in."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar
+
+from textual.app import App, ComposeResult, SystemCommand
+from textual.binding import Binding, BindingType
+from textual.containers import Container
+from textual.content import Content
+from textual.screen import Screen
+from textual.widgets import Footer, Static, TabbedContent, TextArea
+
+from pagedmlx.chat.client import ChatClient
+from pagedmlx.chat.commands import message_text, parse
+from pagedmlx.chat.obey import obey
+from pagedmlx.chat.screens.help import HelpScreen
+from pagedmlx.chat.screens.picker import PickerScreen
+from pagedmlx.chat.screens.saved import SavedScreen
+from pagedmlx.chat.screens.settings import SettingsScreen
+from pagedmlx.chat.session import Conversation
+from pagedmlx.chat.store import Store, StoreError
+from pagedmlx.chat.widgets.block_map import BlockMap
+from pagedmlx.chat.widgets.gauges import Gauges, bar
+from pagedmlx.chat.widgets.markdown import CodeBlock
+from pagedmlx.chat.widgets.pane import ConversationPane
+from pagedmlx.chat.widgets.panel import MemoryPanel
+from pagedmlx.core.sampling_params import SamplingParams
+from pagedmlx.errors import PagedMLXError
+
+EXIT_TERMINATED = 128 + signal.SIGTERM
+
+_MAP_S, _IDLE_S = 0.1, 0.4
+_SAVE_S = 1.0
+_AGAIN_S = 2.0
+"""Two presses of Ctrl+C within this time leave."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """What the chat begins with.
+
+    Attributes:
+        make_client: Makes the client for a model's name.
+        model: The model; None lets the user choose.
+        store_path: Where conversations are kept; None keeps them in memory only.
+        params: Sampling settings of new conversations.
+        given: Those of them that the user gave; the others follow the model.
+        system: System message of new conversations.
+        can_pick: Whether there are models to choose from on this machine.
+        scene: Plays by itself once the model is there.
+    """
+
+    make_client: Callable[[str], ChatClient]
+    model: str | None = None
+    store_path: Path | None = None
+    params: SamplingParams = SamplingParams(temperature=0.7, max_tokens=2048)  # noqa: RUF009
+    given: frozenset[str] = frozenset()
+    system: str = ""
+    can_pick: bool = True
+    scene: Callable[[ChatApp], Awaitable[None]] | None = None
+
+
+class ChatApp(App[int]):
+    """The application; its result is the exit code.
+
+    Args:
+        options: What it begins with.
+    """
+
+    CSS_PATH = "chat.tcss"
+    TITLE = "pagedmlx"
+    ENABLE_COMMAND_PALETTE = True
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("f1", "help", "Help"),
+        Binding("ctrl+t", "new", "New tab"),
+        Binding("f2", "toggle_memory", "Memory"),
+        Binding("f3", "focus_map", "Map", show=False),
+        Binding("f4", "settings", "Settings"),
+        Binding("f5", "saved", "Saved"),
+        Binding("f6,ctrl+pagedown", "turn_tab(1)", "Next tab", show=False),
+        Binding("shift+f6,ctrl+pageup", "turn_tab(-1)", "Previous tab", show=False),
+        Binding("f8", "close_tab", "Close tab", show=False),
+        Binding("escape", "stop", "Stop", show=False),
+        Binding("ctrl+c", "interrupt", "Stop", show=False, priority=True),
+        Binding("ctrl+q", "leave", "Quit", priority=True),
+    ]
+
+    def __init__(self, options: ChatOptions) -> None:
+        super().__init__()
+        self.HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-normal"), (170, "-wide")]
+        self.VERTICAL_BREAKPOINTS = [(0, "-short"), (18, "-tall")]
+        self.options = options
+        self.prompts: list[str] = []
+        self.client: ChatClient | None = None
+        self.left_behind = False
+        self._base_params = options.params
+        self._starting: ChatClient | None = None
+        self._loaded = asyncio.Event()
+        self._slot_of: dict[str, int] = {}
+        self._stage: tuple[str, float | None] | None = None
+        self._interrupted_s = float("-inf")
+        self._save_failed = False
+        self._leaving = False
+        self.store = self._open_store()
+
+    def _open_store(self) -> Store:
+        try:
+            return Store(self.options.store_path)
+        except StoreError as error:
+            # The chat is of use without it; nothing that was saved is touched.
+            message = f"{error}; conversations of this session will not be kept"
+            self.call_later(lambda: self.tell(message, error=True))
+            return Store(None)
+
+    def compose(self) -> ComposeResult:
+        """Build the screen."""
+        yield Static(id="banner")
+        with Container(id="main"):
+            yield TabbedContent()
+            yield MemoryPanel(self._slot_of, self._title_of)
+        yield Footer()
+
+    async def on_mount(self) -> None:
+        """Begin with one conversation and the model."""
+        self.query_one("#banner").display = False
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            with contextlib.suppress(ValueError, RuntimeError):
+                loop.add_signal_handler(number, self._terminate)
+        await self.open(self.new_conversation())
+        self.set_interval(_SAVE_S, self._save_all)
+        self.run_worker(self._watch())
+        if self.options.model is None:
+            self.pick_model()
+        else:
+            self.load(self.options.model)
+
+    # The model.
+
+    def load(self, name: str) -> None:
+        """Take another model; what is under way with the last one stops."""
+        self.run_worker(self._load(name), group="load", exclusive=True, exit_on_error=False)
+
+    async def ready_client(self) -> ChatClient:
+        """The client, once the model is loaded."""
+        while self.client is None:
+            await self._loaded.wait()
+        return self.client
+
+    def pick_model(self, problem: str = "") -> None:
+        """Let the user choose a model."""
+
+        def take(name: str | None) -> None:
+            if name is not None:
+                self.load(name)
+            elif self.client is None:
+                self._show_banner("no model yet: /model chooses one, Ctrl+Q leaves")
+
+        if self.options.can_pick:
+            self.push_screen(PickerScreen(problem), take)
+        else:
+            self._show_banner(f"{problem}; /model tries again, Ctrl+Q leaves")
+
+    async def _load(self, name: str) -> None:
+        before, self.client = self.client, None
+        self._loaded.clear()
+        if before is not None:
+            for pane in self.panes:
+                await pane.stopped()
+            await before.close()
+        client = self._starting = self.options.make_client(name)
+        self._stage = ("starting", None)
+        try:
+            await client.start(self._on_progress)
+        except Exception as error:
+            await client.close()
+            self._stage, self._starting = None, None
+            self._show_banner("")
+            hint = f" ({error.hint})" if isinstance(error, PagedMLXError) and error.hint else ""
+            self.pick_model(f"{name or 'the endpoint'}: {error or type(error).__name__}{hint}")
+            return
+        self.client, self._starting, self._stage = client, None, None
+        self._show_banner("")
+        own = {k: v for k, v in client.defaults.items() if k not in self.options.given}
+        before_params, self._base_params = self._base_params, replace(self.options.params, **own)
+        for pane in self.panes:
+            pane.model_name, pane.max_len = client.name, client.max_len
+            if pane.conversation.params == before_params:
+                pane.conversation.params = self._base_params
+            pane.show_status()
+        self._loaded.set()
+        if self.options.scene is not None:
+            self.run_worker(self.options.scene(self))  # type: ignore[arg-type]
+
+    def _on_progress(self, what: str, share: float | None) -> None:
+        # On any thread; the watcher shows it.
+        self._stage = (what, share)
+
+    # Conversations.
+
+    @property
+    def tabs(self) -> TabbedContent:
+        """All conversations that are open."""
+        return self.query_one(TabbedContent)
+
+    @property
+    def panes(self) -> list[ConversationPane]:
+        """Their panes, in order."""
+        return list(self.tabs.query(ConversationPane))
+
+    @property
+    def pane(self) -> ConversationPane:
+        """The one that is looked at."""
+        pane = self.tabs.active_pane
+        return pane if isinstance(pane, ConversationPane) else self.panes[0]
+
+    def new_conversation(self) -> Conversation:
+        """One with nothing in it."""
+        return Conversation(system=self.options.system, params=self._base_params)
+
+    async def open(self, conversation: Conversation) -> ConversationPane:
+        """Show a conversation, in a new tab unless it has one."""
+        for pane in self.panes:
+            if pane.conversation.conversation_id == conversation.conversation_id:
+                self.tabs.active = str(pane.id)
+                return pane
+        taken = {pane.slot for pane in self.panes}
+        slot = next(each for each in range(len(taken) + 1) if each not in taken)
+        pane = ConversationPane(conversation, slot, self)
+        if self.client is not None:
+            pane.model_name, pane.max_len = self.client.name, self.client.max_len
+        await self.tabs.add_pane(pane)
+        self.tabs.active = str(pane.id)
+        pane.prompt.focus()
+        return pane
+
+    async def close_pane(self, pane: ConversationPane) -> None:
+        """Close a tab; the last one is followed by a new one."""
+        await pane.stopped()
+        self.save(pane.conversation)
+        if len(self.panes) == 1:
+            await self.open(self.new_conversation())
+        await self.tabs.remove_pane(str(pane.id))
+        self.pane.prompt.focus()
+
+    async def submit(self, pane: ConversationPane, text: str) -> None:
+        """Obey a command, or send a message."""
+        try:
+            command = parse(text)
+            if command is None:
+                await pane.send(message_text(text))
+            else:
+                self.prompts.append(text.strip())
+                pane.prompt.sent()
+                await obey(self, pane, *command)
+        except PagedMLXError as error:
+            self.tell(f"{error}. {error.hint}".strip(), error=True)
+
+    def save(self, conversation: Conversation) -> None:
+        """Keep a conversation; a failure is told once, and tried again later."""
+        if not conversation.messages:
+            return
+        try:
+            self.store.save(conversation, time.time())
+        except StoreError as error:
+            if not self._save_failed:
+                self.tell(f"{error}. It stays on the screen, and is tried again.", error=True)
+            self._save_failed = True
+        else:
+            self._save_failed = False
+
+    def _save_all(self) -> None:
+        for pane in self.panes:
+            if pane.conversation.changed:
+                self.save(pane.conversation)
+
+    # What panes tell.
+
+    def note_request(self, request_id: str, pane: ConversationPane) -> None:
+        """The block map is to know whose this request is."""
+        self._slot_of[request_id] = pane.slot
+
+    def note_change(self, pane: ConversationPane) -> None:
+        """Show a pane's title anew."""
+        self.tabs.get_tab(str(pane.id)).label = pane.tab_title
+        if not pane.is_busy and pane is not self.pane:
+            self.tell(f"{pane.tab_title.plain} has its answer")
+
+    def tell(self, text: str, *, error: bool = False) -> None:
+        """Show a notice."""
+        severity = "error" if error else "information"
+        self.notify(text, severity=severity, timeout=8.0 if error else 3.0, markup=False)
+
+    def copy(self, text: str) -> None:
+        """Put a text into the clipboard: of the terminal, and of a Mac that one sits at."""
+        self.copy_to_clipboard(text)
+        if sys.platform == "darwin" and "SSH_TTY" not in os.environ:
+            # Terminal.app doesn't let programs reach the clipboard.
+            with contextlib.suppress(OSError, subprocess.SubprocessError):
+                subprocess.run(["pbcopy"], input=text.encode(), timeout=1.0, check=False)
+        self.tell(f"copied {len(text)} characters")
+
+    # Events and actions.
+
+    async def on_tabbed_content_tab_activated(self) -> None:
+        """Draw what came while the conversation was hidden."""
+        await self.pane.draw()
+        if isinstance(self.focused, TextArea | None) and len(self.screen_stack) == 1:
+            self.pane.prompt.focus()
+
+    def on_code_block_copy_wanted(self, event: CodeBlock.CopyWanted) -> None:
+        """Copy a code block."""
+        self.copy(event.code)
+
+    def action_help(self) -> None:
+        """Show all keys and commands."""
+        self.push_screen(HelpScreen())
+
+    async def action_new(self) -> None:
+        """Open a new conversation."""
+        await self.open(self.new_conversation())
+
+    async def action_close_tab(self) -> None:
+        """Close the conversation that is looked at."""
+        await self.close_pane(self.pane)
+
+    def action_turn_tab(self, by: int) -> None:
+        """Go to another conversation."""
+        panes = self.panes
+        self.tabs.active = str(panes[(panes.index(self.pane) + by) % len(panes)].id)
+
+    def action_toggle_memory(self) -> None:
+        """Show or hide the memory; hidden, the engine isn't asked."""
+        self.query_one(MemoryPanel).toggle_class("-hidden")
+
+    def action_focus_map(self) -> None:
+        """Go to the block map, and from there back."""
+        blocks = self.query_one(BlockMap)
+        if blocks.has_focus:
+            self.pane.prompt.focus()
+        else:
+            self.query_one(MemoryPanel).remove_class("-hidden")
+            blocks.focus()
+
+    def action_settings(self) -> None:
+        """Show how answers are sampled."""
+        pane = self.pane
+        self.push_screen(SettingsScreen(pane.conversation), lambda _: pane.show_status())
+
+    def action_saved(self, words: str = "") -> None:
+        """Open a saved conversation."""
+
+        async def take(conversation_id: str | None) -> None:
+            if conversation_id is not None:
+                try:
+                    await self.open(self.store.load(conversation_id))
+                except StoreError as error:
+                    self.tell(str(error), error=True)
+
+        self._save_all()
+        self.push_screen(SavedScreen(self.store, words), take)
+
+    def action_stop(self) -> None:
+        """Stop the answer that is looked at, or go back to the prompt."""
+        if not self.pane.stop():
+            self.pane.prompt.focus()
+
+    def action_interrupt(self) -> None:
+        """Copy what is selected, else stop the answer, else leave when it is pressed again."""
+        focused = self.focused
+        selected = focused.selected_text if isinstance(focused, TextArea) else ""
+        selected = selected or self.screen.get_selected_text() or ""
+        now_s = time.monotonic()
+        if selected:
+            self.copy(selected)
+        elif self.pane.stop():
+            pass
+        elif now_s - self._interrupted_s < _AGAIN_S:
+            self.action_leave()
+        else:
+            self._interrupted_s = now_s
+            self.tell("Ctrl+C once more, or Ctrl+Q, leaves")
+
+    def action_leave(self, code: int = 0) -> None:
+        """Leave: stop everything, save, and give the terminal back."""
+        if not self._leaving:
+            self._leaving = True
+            self.run_worker(self._leave(code), exit_on_error=False)
+
+    async def action_quit(self) -> None:
+        """Leave, from the command palette."""
+        self.action_leave()
+
+    def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
+        """What the command palette has beside Textual's own."""
+        yield from super().get_system_commands(screen)
+        yield SystemCommand("New conversation", "Open another tab", self.action_new)
+        yield SystemCommand("Model", "Take another model", self.pick_model)
+        yield SystemCommand("Settings", "How answers are sampled", self.action_settings)
+        yield SystemCommand("Saved conversations", "Search and open", self.action_saved)
+        yield SystemCommand("Branch", "Go on from here in a new tab", lambda: self.pane.branch())
+
+    def _terminate(self) -> None:
+        self.call_later(self.action_leave, EXIT_TERMINATED)
+
+    async def _leave(self, code: int) -> None:
+        self.workers.cancel_group(self, "load")
+        for pane in self.panes:
+            pane.stop()
+        for pane in self.panes:
+            await pane.stopped()
+        self._save_all()
+        for client in (self.client, self._starting):
+            if client is not None:
+                ended = False
+                with contextlib.suppress(TimeoutError):
+                    ended = await asyncio.wait_for(client.close(), 1.5)
+                self.left_behind |= not ended
+        self.store.close()
+        self.exit(code, return_code=code)
+
+    # What is shown of the engine.
+
+    async def _watch(self) -> None:
+        panel = self.query_one(MemoryPanel)
+        while not self._leaving:
+            await asyncio.sleep(_MAP_S if any(pane.is_busy for pane in self.panes) else _IDLE_S)
+            if self._stage is not None:
+                what, share = self._stage
+                done = "" if share is None else f"  {bar(share, 20)} {share:.0%}"
+                self._show_banner(f"{what}{done}")
+            if self.client is None or not panel.display:
+                continue
+            snapshot = await self.client.snapshot()
+            if self.client is not None:
+                self.query_one(Gauges).ttft_s = self.pane.progress.ttft_s
+                panel.show(snapshot, self.client.max_len, time.monotonic())
+
+    def _show_banner(self, text: str) -> None:
+        banner = self.query_one("#banner", Static)
+        banner.update(Content(text))
+        banner.display = bool(text)
+
+    def _title_of(self, slot: int) -> str:
+        titles = (each.conversation.shown_title for each in self.panes if each.slot == slot)
+        return next(titles, "") or "new"

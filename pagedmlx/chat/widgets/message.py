@@ -1,0 +1,130 @@
+"""MessageView: one message, with its reasoning folded and what can be done with it."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Vertical
+from textual.content import Content
+from textual.message import Message as Event
+from textual.widgets import Collapsible, Static
+
+from pagedmlx.chat.reasoning import split_reasoning
+from pagedmlx.chat.session import ASSISTANT, FAILED, LENGTH, STOPPED, STREAMING, USER, Message
+from pagedmlx.chat.widgets.markdown import GrowingMarkdown, visible
+
+_STATUS = {
+    STREAMING: "writing…",
+    LENGTH: "reached the longest length",
+    STOPPED: "stopped",
+    FAILED: "failed",
+}
+
+
+class MessageView(Vertical, can_focus=True):
+    """One message.
+
+    Args:
+        message: What to show.
+        speaker: Who says it.
+        candidate: Its number among candidates that stand side by side, else 0.
+    """
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("up,k", "wish('previous')", "Message above", show=False),
+        Binding("down,j", "wish('next')", "Message below", show=False),
+        Binding("e", "wish('edit')", "Edit"),
+        Binding("r", "wish('retry')", "Retry"),
+        Binding("b", "wish('branch')", "Branch"),
+        Binding("c", "wish('copy')", "Copy"),
+        Binding("y", "wish('copy_code')", "Copy code"),
+        Binding("left", "wish('older')", "Older version", show=False),
+        Binding("right", "wish('newer')", "Newer version", show=False),
+        Binding("enter", "wish('pick')", "Pick"),
+        Binding("space", "fold", "Reasoning", show=False),
+    ]
+
+    class Wished(Event):
+        """The user wants something done with a message."""
+
+        def __init__(self, view: MessageView, wish: str) -> None:
+            super().__init__()
+            self.view, self.wish = view, wish
+
+    def __init__(self, message: Message, speaker: str, candidate: int = 0) -> None:
+        super().__init__(classes=f"-{message.role}")
+        self.message = message
+        self._speaker = speaker
+        self._candidate = candidate
+        self._versions = (1, 1)
+        self.set_class(candidate > 0, "-candidate")
+
+    @property
+    def message_id(self) -> int:
+        """The message's id."""
+        return self.message.message_id
+
+    def compose(self) -> ComposeResult:
+        """Build the parts."""
+        yield Static(classes="header")
+        if self.message.role == ASSISTANT:
+            yield Collapsible(Static(classes="thoughts"), title="reasoning", classes="reasoning")
+            yield GrowingMarkdown()
+        else:
+            yield Static(Content(visible(self.message.text)), classes="said")
+        yield Static(classes="error")
+
+    async def on_mount(self) -> None:
+        """Fill the parts."""
+        self.query_one(".error").display = False
+        if self.message.role == ASSISTANT:
+            self.query_one(Collapsible).display = False
+        await self.show(self.message, self._versions)
+
+    async def show(self, message: Message, versions: tuple[int, int]) -> None:
+        """Show what the message says by now.
+
+        Args:
+            message: The same message, grown.
+            versions: Which version it is, from 1, and how many there are.
+        """
+        self.message, self._versions = message, versions
+        self.query_one(".header", Static).update(self._header())
+        self.set_class(message.status == STREAMING, "-streaming")
+        if message.error:
+            error = self.query_one(".error", Static)
+            error.update(Content(visible(message.error)))
+            error.display = True
+        if message.role == ASSISTANT:
+            parts = split_reasoning(message.text)
+            folded = self.query_one(Collapsible)
+            if parts.reasoning:
+                folded.display = True
+                folded.title = "reasoning…" if parts.is_thinking else "reasoning"
+                self.query_one(".thoughts", Static).update(Content(visible(parts.reasoning)))
+            await self.query_one(GrowingMarkdown).show(parts.answer)
+
+    def action_wish(self, wish: str) -> None:
+        """Pass a wish on to who can fulfil it."""
+        self.post_message(self.Wished(self, wish))
+
+    def action_fold(self) -> None:
+        """Open or fold the reasoning."""
+        for folded in self.query(Collapsible):
+            folded.collapsed = not folded.collapsed
+
+    def _header(self) -> Content:
+        name = "you" if self.message.role == USER else self._speaker
+        if self._candidate:
+            name = f"[{self._candidate}] {name}"
+        notes: list[str] = []
+        place, count = self._versions
+        if count > 1 and not self._candidate:
+            notes.append(f"← {place}/{count} →")
+        if self.message.status in _STATUS:
+            notes.append(_STATUS[self.message.status])
+        if self.message.num_tokens:
+            notes.append(f"{self.message.num_tokens} tokens")
+        return Content.assemble((visible(name), "bold"), ("  " + " · ".join(notes), "dim"))

@@ -1,0 +1,125 @@
+"""MemoryPanel: the block map with its legend, what is selected, the gauges and the queue."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from textual.app import ComposeResult
+from textual.containers import Vertical
+from textual.content import Content
+from textual.widgets import Static
+
+from pagedmlx.chat.blocks import NO_SLOT, BlockHistory, holders, savings
+from pagedmlx.chat.widgets.block_map import BlockMap, colour, legend, letter
+from pagedmlx.chat.widgets.gauges import Gauges
+from pagedmlx.core.snapshot import EngineSnapshot, SequenceSnapshot
+
+_NO_MAP = "This endpoint does not tell what is in its memory, so there is no block map."
+_MAX_WAITING = 4
+
+
+class MemoryPanel(Vertical):
+    """Everything about the pool.
+
+    Args:
+        slot_of: Tells the conversation's slot for a request id; ``NO_SLOT`` for others'.
+        title_of: Tells the title of the conversation in a slot.
+    """
+
+    def __init__(self, slot_of: Mapping[str, int], title_of: Callable[[int], str]) -> None:
+        super().__init__()
+        self.history = BlockHistory()
+        self._slot_of, self._title_of = slot_of, title_of
+
+    def compose(self) -> ComposeResult:
+        """Build the parts."""
+        yield Gauges()
+        yield BlockMap()
+        yield Static(classes="legend")
+        yield Static(classes="detail")
+        yield Static(classes="queue")
+
+    def show(self, snapshot: EngineSnapshot | None, max_len: int | None, now_s: float) -> None:
+        """Show what the engine says; None says that it never will."""
+        if snapshot is None:
+            self.query_one(".legend", Static).update(_NO_MAP)
+            return
+        self.history.add(snapshot, self._slot_of, now_s)
+        blocks = self.query_one(BlockMap)
+        blocks.show(self.history)
+        self.query_one(".legend", Static).update(Content(legend(blocks.per_cell)))
+        self.query_one(Gauges).show(self.history, savings(snapshot, max_len), now_s)
+        self._show_detail()
+        self._show_queue(snapshot)
+
+    def on_block_map_selected(self) -> None:
+        """Tell about another cell."""
+        self._show_detail()
+
+    def _show_detail(self) -> None:
+        detail = self.query_one(".detail", Static)
+        blocks, snapshot = self.query_one(BlockMap).selected_blocks, self.history.snapshot
+        if blocks is None or snapshot is None:
+            detail.update(Content("F3 goes to the map, arrows select a block").stylize("dim"))
+        elif len(blocks) == 1:
+            detail.update(self._block(snapshot, blocks[0]))
+        else:
+            detail.update(self._blocks(snapshot, blocks))
+
+    def _block(self, snapshot: EngineSnapshot, block_id: int) -> Content:
+        group = self.query_one(BlockMap).group
+        pool, size = snapshot.pools[group], snapshot.stats.block_size
+        start = Content.assemble((f"block {block_id}", "bold"))
+        if len(snapshot.pools) > 1:
+            start += Content(f" of pool {group + 1}/{len(snapshot.pools)} (g)")
+        slot = self.history.slot(block_id, group)
+        if pool.is_cached[block_id]:
+            owner = f" from {self._named(slot)}" if slot != NO_SLOT else ""
+            return start + Content(f" · cached{owner}: kept until its room is needed")
+        found = holders(snapshot, block_id, group)
+        if not found:
+            return start + Content(" · free")
+        lines = [start + Content(f" · held by {len(found)}")]
+        for holder in found[:3]:
+            first = holder.position * size
+            lines.append(
+                Content.assemble(
+                    (letter(self._slot(holder.sequence)), colour(self._slot(holder.sequence))),
+                    f" place {holder.position}, tokens {first}-{first + size - 1}, "
+                    f"{holder.num_tokens} of {size} filled",
+                )
+            )
+        return Content("\n").join(lines)
+
+    def _blocks(self, snapshot: EngineSnapshot, blocks: range) -> Content:
+        pool = snapshot.pools[self.query_one(BlockMap).group]
+        part = slice(blocks.start, blocks.stop)
+        refs, cached = pool.ref_counts[part], int(pool.is_cached[part].sum())
+        used = int((refs > 0).sum())
+        return Content.assemble(
+            (f"blocks {blocks.start}-{blocks.stop - 1}", "bold"),
+            f"\n{used} in use, {int((refs > 1).sum())} of them shared, {cached} cached, "
+            f"{len(blocks) - used - cached} free",
+        )
+
+    def _show_queue(self, snapshot: EngineSnapshot) -> None:
+        waiting = [each for each in snapshot.sequences if each.status != "running"]
+        queue = self.query_one(".queue", Static)
+        queue.display = bool(waiting)
+        lines = [Content.assemble((f"{len(waiting)} waiting", "bold $warning"))]
+        for each in waiting[:_MAX_WAITING]:
+            slot = self._slot(each)
+            why = "its turn comes soon"
+            if each.num_missing_blocks:
+                why = f"{each.num_missing_blocks} blocks are missing"
+            if each.status == "preempted":
+                why = f"gave its blocks to others, {why}"
+            lines.append(Content.assemble((f"{self._named(slot)}: ", colour(slot)), why))
+        queue.update(Content("\n").join(lines))
+
+    def _slot(self, sequence: SequenceSnapshot) -> int:
+        return self._slot_of.get(sequence.request_id, NO_SLOT)
+
+    def _named(self, slot: int) -> str:
+        title = self._title_of(slot) if slot != NO_SLOT else "another program"
+        return f"{letter(slot)} “{title[:16]}”" if slot != NO_SLOT else title
