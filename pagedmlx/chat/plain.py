@@ -27,6 +27,7 @@ class PlainOutput:
         answer: Takes pieces of answers; they belong on standard output.
         notice: Takes lines that are not part of an answer.
         progress: Told what is being loaded.
+        started: Called when it is loaded.
         is_patient: Whether a failed answer is only told, as to someone who can ask again; else
             it ends the chat.
     """
@@ -34,6 +35,7 @@ class PlainOutput:
     answer: Callable[[str], None]
     notice: Callable[[str], None]
     progress: ProgressCallback
+    started: Callable[[], None] = lambda: None
     is_patient: bool = True
 
 
@@ -67,6 +69,7 @@ def run_plain(
     ended = False
     try:
         loop.run_until_complete(client.start(output.progress))
+        output.started()
         own = {key: value for key, value in client.defaults.items() if key not in given}
         conversation.params = replace(params, **own, n=1)
         for note in client.notes:

@@ -17,6 +17,7 @@ from typer.exceptions import TyperException
 
 from pagedmlx import __version__
 from pagedmlx.cli import render
+from pagedmlx.cli.commands.chat import CHAT_FLAGS, chat, with_chat_flags
 from pagedmlx.cli.commands.completion import completion
 from pagedmlx.cli.commands.doctor import doctor
 from pagedmlx.cli.commands.generate import generate
@@ -85,8 +86,16 @@ def _start(
 
 
 # The commands that read the config file, with what is known of their flags.
-_CONFIGURED: Mapping[str, tuple[Flag, ...]] = {"generate": SHARED_FLAGS, "serve": SERVE_FLAGS}
+_CONFIGURED: Mapping[str, tuple[Flag, ...]] = {
+    "chat": CHAT_FLAGS,
+    "run": CHAT_FLAGS,
+    "generate": SHARED_FLAGS,
+    "serve": SERVE_FLAGS,
+}
 
+app.command()(with_chat_flags(chat))
+# What others call it.
+app.command("run", hidden=True)(with_chat_flags(chat))
 app.command()(with_engine_and_sampling(generate))
 app.command()(with_engine_and_server(serve))
 for _command in (ps, pull, ls, rm, doctor, completion):

@@ -1,0 +1,20 @@
+"""Runs the application on the terminal."""
+
+from __future__ import annotations
+
+import asyncio
+
+from pagedmlx.chat.app import ChatApp, ChatOptions
+
+
+def run_app(options: ChatOptions) -> tuple[int, bool]:
+    """Run the chat until the user leaves; the terminal is as before afterwards.
+
+    Returns:
+        The exit code, and whether everything has ended; if not, the process should not wait.
+    """
+    app = ChatApp(options)
+    # Not asyncio.run: at its end it would wait for threads that download or compute.
+    loop = asyncio.new_event_loop()
+    code = loop.run_until_complete(app.run_async())
+    return code or app.return_code or 0, not app.left_behind
