@@ -17,12 +17,21 @@ START, END = "<!-- flags, by scripts/flag_table.py -->", "<!-- end of flags -->"
 
 
 def tables() -> str:
-    """A table for ``generate``, and one for the other commands."""
+    """A table for ``generate``, one each for ``serve`` and ``chat``, and one for the rest."""
     from pagedmlx.cli.app import command_line
 
-    commands = command_line().commands
+    commands = {k: v for k, v in command_line().commands.items() if not v.hidden}
+    rows = {name: [*_flags(commands.pop(name))] for name in ("generate", "serve", "chat")}
     lines = ["| flag of `generate` | what it does | default |", "|---|---|---|"]
-    lines += [f"| {' | '.join(cells)} |" for cells in _flags(commands.pop("generate"))]
+    lines += [f"| {' | '.join(cells)} |" for cells in rows["generate"]]
+    lines += ["", "`serve` has its flags of the engine too, from `--revision` on, and these:", ""]
+    lines += ["| flag of `serve` | what it does | default |", "|---|---|---|"]
+    own = [cells for cells in rows["serve"] if cells not in rows["generate"]]
+    lines += [f"| {' | '.join(cells)} |" for cells in own]
+    lines += ["", "`chat` has those of `generate` from `--revision` on, and these:", ""]
+    lines += ["| flag of `chat` | what it does | default |", "|---|---|---|"]
+    own = [cells for cells in rows["chat"] if cells not in rows["generate"]]
+    lines += [f"| {' | '.join(cells)} |" for cells in own]
     lines += ["", "| command | what it does | flags |", "|---|---|---|"]
     for name, command in commands.items():
         flags = "; ".join(f"{flag}: {text}" for flag, text, _ in _flags(command)) or "none"
