@@ -52,7 +52,12 @@ def test_a_stream_says_what_the_whole_answer_says(server: RunningServer, n: int)
 
 @pytest.mark.parametrize(
     ("options", "has_usage"),
-    [(None, False), ({}, False), ({"include_usage": False}, False), ({"include_usage": True}, True)],
+    [
+        (None, False),
+        ({}, False),
+        ({"include_usage": False}, False),
+        ({"include_usage": True}, True),
+    ],
 )
 def test_a_stream_tells_tokens_once_and_only_if_asked(
     server: RunningServer, options: Any, has_usage: bool

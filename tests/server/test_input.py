@@ -40,7 +40,7 @@ def post(server: RunningServer, body: Any, **headers: str) -> tuple[int, dict[st
         ("repetition_penalty", [0, -1, 101]),
         ("presence_penalty", [-2.5, 3, "x"]),
         ("frequency_penalty", [-2.5, 10**400]),
-        ("logit_bias", [[], {"x": 1}, {"1": 101}, {"99999": 1}, {"1": "x"}, 5]),
+        ("logit_bias", [[1], {"x": 1}, {"1": 101}, {"99999": 1}, {"1": "x"}, 5]),
         ("allowed_token_ids", [[], [99999], "x", [-1]]),
         ("bad_words", [[""], [1], 5]),
         ("stop", [1, [1], ["a"] * 65, {}]),
@@ -70,9 +70,10 @@ def test_a_value_that_is_off_is_refused_with_its_field(
     server: RunningServer, field: str, values: list[Any]
 ):
     for value in values:
-        status, error = post(server, {**CHAT, field: value})
+        limit = {} if field == "max_completion_tokens" else {"max_tokens": 2}
+        status, error = post(server, {"messages": CHAT["messages"], **limit, field: value})
         assert (status, error["type"]) == (400, "invalid_request_error"), value
-        assert error["param"] == field, (value, error)
+        assert error["param"].partition("[")[0] == field, (value, error)
         assert len(error["message"]) < 700
 
 
@@ -161,7 +162,7 @@ def test_the_context_limit_is_told_with_the_counts():
 def test_unknown_fields_are_named_in_a_header_or_refused(server: RunningServer):
     strange = {"frob": 1, "tëst\r\nX-Evil: 1": 2, "a" * 100: 3}
     answer = server.post("/v1/chat/completions", {**CHAT, **strange})
-    assert (answer.status, answer.headers["X-Ignored-Fields"]) == (200, "frob, ?, ?")
+    assert (answer.status, answer.headers["x-ignored-fields"]) == (200, "frob, ?, ?")
     with serving(strict=True) as strict:
         status, error = post(strict, {**CHAT, "frob": 1})
         assert (status, error["param"]) == (400, "frob")
@@ -245,10 +246,16 @@ def test_a_head_or_a_body_that_never_comes_is_given_up():
 
 
 def test_what_is_no_http_gets_a_json_error(server: RunningServer):
-    for data in (b"\x16\x03\x01\x02\x00\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"x" * 200_000):
+    for data in (b"\x16\x03\x01\r\n\r\n", b"GET  / HTTP/1.1\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n"):
         answer = exchange(server, data)
         assert answer.startswith(b"HTTP/1.1 400")
         assert b'"code":"invalid_http"' in answer
+
+
+def send_for_long(connection: socket.socket) -> None:
+    for _ in range(2000):
+        connection.sendall(b"x" * 1000)
+        time.sleep(0.01)
 
 
 def test_a_body_that_goes_on_after_its_answer_is_cut_off():
@@ -258,11 +265,8 @@ def test_a_body_that_goes_on_after_its_answer_is_cut_off():
                 b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
                 b"Content-Length: 100000000\r\n\r\n"
             )
-            end = time.monotonic() + 20
-            with pytest.raises(OSError):
-                while time.monotonic() < end:
-                    connection.sendall(b"x" * 1000)
-                    time.sleep(0.01)
+            with pytest.raises((BrokenPipeError, ConnectionResetError)):
+                send_for_long(connection)
         assert server.get("/health").status == 200
 
 
