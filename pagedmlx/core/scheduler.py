@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 from pagedmlx.config import EngineConfig
 from pagedmlx.core.counters import Counters
@@ -31,22 +30,12 @@ from pagedmlx.core.request import Request
 from pagedmlx.core.sequence import FinishReason, Sequence, SequenceStatus
 from pagedmlx.core.snapshot import EngineSnapshot, take_snapshot
 from pagedmlx.core.stats import EngineStats
-from pagedmlx.core.step import BlockCopy, ScheduledSequence, Step, StepResult
+from pagedmlx.core.step import ScheduledSequence, Step, StepResult
+from pagedmlx.core.step_plan import StepPlan
 from pagedmlx.errors import InvalidRequestError, PoolTooSmallError, QueueFullError
 
 LOOKAHEAD = 32
 """How many waiting sequences that can't start one step looks at before it gives up."""
-
-
-@dataclass(slots=True)
-class _Plan:
-    """A step in the making."""
-
-    budget: int
-    prompt_logits: int
-    entries: dict[int, ScheduledSequence] = field(default_factory=dict[int, ScheduledSequence])
-    copies: dict[int, list[BlockCopy]] = field(default_factory=dict[int, list[BlockCopy]])
-    preempted: list[int] = field(default_factory=list[int])
 
 
 class Scheduler:
@@ -181,7 +170,10 @@ class Scheduler:
         """
         if not self.has_unfinished:
             return None
-        plan = _Plan(self._config.max_num_batched_tokens, self._max_prompt_logits)
+        config = self._config
+        plan = StepPlan(
+            config.max_num_batched_tokens, config.prefill_chunk_size, self._max_prompt_logits
+        )
         for sequence in self._decodes_first():
             self._schedule_running(plan, sequence)
         self._admit_waiting(plan)
@@ -216,14 +208,14 @@ class Scheduler:
         yield from (s for s in snapshot if s.num_tokens_ahead - s.num_computed_tokens == 1)
         yield from (s for s in snapshot if s.num_tokens_ahead - s.num_computed_tokens > 1)
 
-    def _schedule_running(self, plan: _Plan, sequence: Sequence) -> None:
+    def _schedule_running(self, plan: StepPlan, sequence: Sequence) -> None:
         if sequence.status is not SequenceStatus.RUNNING:
             return  # preempted a moment ago
         if sequence.num_output_tokens + sequence.num_unread_tokens >= (
             sequence.request.max_output_tokens
         ):
             return  # its last token is on the way
-        num_tokens = self._num_tokens_for(sequence, plan)
+        num_tokens = plan.num_tokens_for(sequence)
         if num_tokens < 1:
             return
         while (copies := self.kv.try_allocate(sequence, num_tokens)) is None:
@@ -233,14 +225,14 @@ class Scheduler:
             self._preempt(plan, victim)
             if victim is sequence:
                 return
-        self._enter(plan, sequence, num_tokens, copies)
+        plan.enter(sequence, num_tokens, copies)
 
-    def _admit_waiting(self, plan: _Plan) -> None:
+    def _admit_waiting(self, plan: StepPlan) -> None:
         blocked: list[Sequence] = []
         promised = sum(self.kv.num_missing_blocks(sequence) for sequence in self.running)
         num_deferred = 0
         for sequence in tuple(self.waiting):
-            if plan.budget < 1 or len(self.running) >= self._config.max_num_seqs:
+            if plan.num_tokens_left < 1 or len(self.running) >= self._config.max_num_seqs:
                 break
             if len(blocked) + num_deferred >= LOOKAHEAD:
                 break
@@ -261,7 +253,7 @@ class Scheduler:
             if siblings and not any(self._can_fork(plan, sibling) for sibling in siblings):
                 continue  # the prompt that it will fork from is still being computed
             if sequence.lacks_prompt_logprobs:
-                prefix, must_wait = self.kv.no_prefix(), plan.prompt_logits < 1
+                prefix, must_wait = self.kv.no_prefix(), plan.num_prompt_logits_left < 1
             else:
                 prefix = self._find_shared(plan, sequence, siblings)
                 must_wait = self.kv.is_pending(sequence, prefix)
@@ -291,14 +283,12 @@ class Scheduler:
             if sibling.status is SequenceStatus.RUNNING
         ]
 
-    def _can_fork(self, plan: _Plan, sibling: Sequence) -> bool:
+    def _can_fork(self, plan: StepPlan, sibling: Sequence) -> bool:
         """Whether all of the prompt but its last token was computed before this step."""
-        entry = plan.entries.get(sibling.seq_id)
-        num_computed = sibling.num_computed_tokens if entry is None else entry.start
-        return num_computed >= sibling.num_prompt_tokens - 1
+        return plan.num_computed_before(sibling) >= sibling.num_prompt_tokens - 1
 
     def _find_shared(
-        self, plan: _Plan, sequence: Sequence, siblings: list[Sequence]
+        self, plan: StepPlan, sequence: Sequence, siblings: list[Sequence]
     ) -> SharedPrefix:
         prefix = self.kv.find_cached(sequence)
         if prefix.num_tokens < sequence.num_prompt_tokens - 1:
@@ -307,82 +297,38 @@ class Scheduler:
                     return self.kv.find_forkable(sequence, sibling)
         return prefix
 
-    def _admit(self, plan: _Plan, sequence: Sequence, prefix: SharedPrefix) -> None:
+    def _admit(self, plan: StepPlan, sequence: Sequence, prefix: SharedPrefix) -> None:
         self.kv.admit(sequence, prefix)
         if sequence.num_preemptions == 0:
             sequence.num_cached_tokens = prefix.num_tokens
             self._counters.num_prompt_tokens += sequence.num_prompt_tokens
             self._counters.num_cached_tokens += prefix.num_tokens
-        num_tokens = self._num_tokens_for(sequence, plan)
+        num_tokens = plan.num_tokens_for(sequence)
         copies = self.kv.try_allocate(sequence, num_tokens)
         assert copies is not None, "admitted without room"
         self.waiting.remove(sequence)
         sequence.status = SequenceStatus.RUNNING
         bisect.insort(self.running, sequence, key=_order)
-        self._enter(plan, sequence, num_tokens, copies)
+        plan.enter(sequence, num_tokens, copies)
 
-    def _num_tokens_for(self, sequence: Sequence, plan: _Plan) -> int:
-        start = sequence.num_computed_tokens
-        left = sequence.num_tokens_ahead - start
-        num_tokens = min(left, self._config.prefill_chunk_size, plan.budget)
-        rows = sequence.prompt_rows(start, start + num_tokens)
-        if len(rows) > plan.prompt_logits:
-            return rows.start + plan.prompt_logits - start
-        return num_tokens
-
-    def _enter(
-        self, plan: _Plan, sequence: Sequence, num_tokens: int, copies: list[BlockCopy]
-    ) -> None:
-        start = sequence.num_computed_tokens
-        end = start + num_tokens
-        needs_logits = end == sequence.num_tokens_ahead
-        plan.entries[sequence.seq_id] = ScheduledSequence(
-            sequence,
-            start,
-            num_tokens,
-            needs_logits,
-            is_unread=end > sequence.num_tokens,
-            prompt_rows=(rows := sequence.prompt_rows(start, end)),
-        )
-        if rows:
-            sequence.num_prompt_logprobs = rows.stop
-            plan.prompt_logits -= len(rows)
-        sequence.num_computed_tokens = end
-        sequence.num_unread_tokens += needs_logits
-        plan.copies[sequence.seq_id] = copies
-        plan.budget -= num_tokens
-
-    def _preempt(self, plan: _Plan, sequence: Sequence) -> None:
-        entry = plan.entries.pop(sequence.seq_id, None)
-        if entry is not None:
-            plan.budget += entry.num_tokens
-            sequence.num_unread_tokens -= entry.needs_logits
-            assert not entry.prompt_rows, "prompts are scheduled last, in the order of running"
-            del plan.copies[sequence.seq_id]
+    def _preempt(self, plan: StepPlan, sequence: Sequence) -> None:
+        plan.preempt(sequence)
         self.running.remove(sequence)
         self.kv.release(sequence)
         sequence.status = SequenceStatus.PREEMPTED
         sequence.num_preemptions += 1
         self._counters.num_preemptions += 1
         self._freed.append(sequence.seq_id)
-        plan.preempted.append(sequence.seq_id)
         bisect.insort(self.waiting, sequence, key=_order)
 
-    def _close(self, plan: _Plan) -> Step | None:
-        if not plan.entries:
+    def _close(self, plan: StepPlan) -> Step | None:
+        step = plan.close(self._counters.num_steps, tuple(self._freed))
+        if step is None:
             assert self._in_flight, "nothing can run, yet something waits"
             return None
-        entries = sorted(plan.entries.values(), key=lambda entry: entry.num_tokens > 1)
-        step = Step(
-            step_id=self._counters.num_steps,
-            scheduled=tuple(entries),
-            copies=_resolve_chains(plan),
-            freed=tuple(self._freed),
-            preempted=tuple(plan.preempted),
-        )
         self._freed.clear()
         self._in_flight[step.step_id] = tuple(
-            (entry, entry.sequence.num_preemptions) for entry in entries
+            (entry, entry.sequence.num_preemptions) for entry in step.scheduled
         )
         self._counters.note_step(step, self.kv.block_size)
         return step
@@ -429,15 +375,3 @@ class Scheduler:
 
 def _order(sequence: Sequence) -> tuple[int, int, int]:
     return (-sequence.request.priority, sequence.arrival, sequence.index)
-
-
-def _resolve_chains(plan: _Plan) -> tuple[BlockCopy, ...]:
-    """All copies of a step are done at once, so none may read what another has written."""
-    origin: dict[tuple[int, int], int] = {}
-    copies: list[BlockCopy] = []
-    for seq_id in plan.entries:
-        for copy in plan.copies[seq_id]:
-            src = origin.get((copy.group, copy.src), copy.src)
-            origin[copy.group, copy.dst] = src
-            copies.append(BlockCopy(copy.group, src, copy.dst))
-    return tuple(copies)

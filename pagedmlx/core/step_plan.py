@@ -1,0 +1,110 @@
+"""StepPlan: a step in the making, and what it still has room for."""
+
+from __future__ import annotations
+
+from pagedmlx.core.sequence import Sequence
+from pagedmlx.core.step import BlockCopy, ScheduledSequence, Step
+
+
+class StepPlan:
+    """Collects what one step runs, within its limits.
+
+    Args:
+        num_tokens: The step's token budget.
+        chunk_size: Most tokens of one sequence.
+        num_prompt_logits: Rows of logits for log probabilities of prompts.
+
+    Attributes:
+        num_tokens_left: What is left of the budget.
+        num_prompt_logits_left: Likewise of the rows.
+        preempted: Ids of the sequences that lost their blocks in this step.
+    """
+
+    def __init__(self, num_tokens: int, chunk_size: int, num_prompt_logits: int) -> None:
+        self.num_tokens_left = num_tokens
+        self.num_prompt_logits_left = num_prompt_logits
+        self.preempted: list[int] = []
+        self._chunk_size = chunk_size
+        self._entries: dict[int, ScheduledSequence] = {}
+        self._copies: dict[int, list[BlockCopy]] = {}
+
+    def num_tokens_for(self, sequence: Sequence) -> int:
+        """How many of a sequence's next tokens the step can compute."""
+        start = sequence.num_computed_tokens
+        left = sequence.num_tokens_ahead - start
+        num_tokens = min(left, self._chunk_size, self.num_tokens_left)
+        rows = sequence.prompt_rows(start, start + num_tokens)
+        if len(rows) > self.num_prompt_logits_left:
+            return rows.start + self.num_prompt_logits_left - start
+        return num_tokens
+
+    def enter(self, sequence: Sequence, num_tokens: int, copies: list[BlockCopy]) -> None:
+        """Have a sequence compute its next tokens; its tables hold every block already.
+
+        Args:
+            sequence: Its counts change as if the step had run.
+            num_tokens: As ``num_tokens_for`` allows.
+            copies: To be done before it writes.
+        """
+        start = sequence.num_computed_tokens
+        end = start + num_tokens
+        needs_logits = end == sequence.num_tokens_ahead
+        rows = sequence.prompt_rows(start, end)
+        self._entries[sequence.seq_id] = ScheduledSequence(
+            sequence,
+            start,
+            num_tokens,
+            needs_logits,
+            is_unread=end > sequence.num_tokens,
+            prompt_rows=rows,
+        )
+        if rows:
+            sequence.num_prompt_logprobs = rows.stop
+            self.num_prompt_logits_left -= len(rows)
+        sequence.num_computed_tokens = end
+        sequence.num_unread_tokens += needs_logits
+        self._copies[sequence.seq_id] = copies
+        self.num_tokens_left -= num_tokens
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Take a sequence out again, if it is in, and note that it lost its blocks."""
+        self.preempted.append(sequence.seq_id)
+        entry = self._entries.pop(sequence.seq_id, None)
+        if entry is not None:
+            assert not entry.prompt_rows, "prompts are scheduled last, in the order of running"
+            self.num_tokens_left += entry.num_tokens
+            sequence.num_unread_tokens -= entry.needs_logits
+            del self._copies[sequence.seq_id]
+
+    def num_computed_before(self, sequence: Sequence) -> int:
+        """Tokens of a sequence that are computed before this step."""
+        entry = self._entries.get(sequence.seq_id)
+        return sequence.num_computed_tokens if entry is None else entry.start
+
+    def close(self, step_id: int, freed: tuple[int, ...]) -> Step | None:
+        """The step, or None if nothing has entered.
+
+        Args:
+            step_id: Its id.
+            freed: Sequences whose blocks were released since the step before.
+        """
+        if not self._entries:
+            return None
+        return Step(
+            step_id=step_id,
+            scheduled=tuple(sorted(self._entries.values(), key=lambda e: e.num_tokens > 1)),
+            copies=self._resolved_copies(),
+            freed=freed,
+            preempted=tuple(self.preempted),
+        )
+
+    def _resolved_copies(self) -> tuple[BlockCopy, ...]:
+        """All copies of a step are done at once, so none may read what another has written."""
+        origin: dict[tuple[int, int], int] = {}
+        copies: list[BlockCopy] = []
+        for seq_id in self._entries:
+            for copy in self._copies[seq_id]:
+                src = origin.get((copy.group, copy.src), copy.src)
+                origin[copy.group, copy.dst] = src
+                copies.append(BlockCopy(copy.group, src, copy.dst))
+        return tuple(copies)
