@@ -1,0 +1,125 @@
+"""Starts ``scripts/compare/real.py`` once per system and checks its counts against the core's."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from pagedmlx.config import EngineConfig
+from scripts.compare.simulate import core_counts, run
+from scripts.compare.systems import Paged
+from scripts.compare.traces import Job, Trace
+
+SCRIPT = Path(__file__).with_name("real.py")
+SYSTEMS = ("pagedmlx", "mlx-lm")
+MAX_NUM_SEQS = 64
+
+Tell = Callable[[dict[str, Any]], None]
+"""Told how far a run is."""
+
+
+class RealRunError(Exception):
+    """A system's process ended without a result; the message is the end of what it wrote."""
+
+
+def start(job: dict[str, Any], tell: Tell = lambda _: None) -> dict[str, Any]:
+    """Run one job in a process of its own.
+
+    Raises:
+        RealRunError: It gave no result.
+    """
+    result: dict[str, Any] | None = None
+    with tempfile.TemporaryDirectory() as folder:
+        path, errors = Path(folder) / "job.json", Path(folder) / "errors"
+        path.write_text(json.dumps(job), encoding="utf-8")
+        with (
+            errors.open("w", encoding="utf-8") as stderr,
+            subprocess.Popen(
+                [sys.executable, SCRIPT, path], stdout=subprocess.PIPE, stderr=stderr, text=True
+            ) as process,
+        ):
+            try:
+                assert process.stdout is not None
+                for line in process.stdout:
+                    if line.startswith('{"kind": "progress"'):
+                        tell(json.loads(line))
+                    elif line.startswith('{"kind": "result"'):
+                        result = json.loads(line)
+            except BaseException:
+                process.kill()
+                raise
+        if process.returncode or result is None:
+            said = errors.read_text(encoding="utf-8").strip().splitlines()
+            raise RealRunError(said[-1] if said else f"exit code {process.returncode}")
+    del result["kind"]
+    return result
+
+
+def inspect(model: str, texts: Sequence[str] = ()) -> dict[str, Any]:
+    """Bytes of a token, vocabulary, context, and texts as tokens of a model."""
+    return start({"system": "inspect", "model": model, "texts": list(texts)})
+
+
+def compare(
+    trace: Trace, model: str, depth: int, on_start: Callable[[str], Tell]
+) -> dict[str, dict[str, Any]]:
+    """The same requests through both systems, each in a process of its own.
+
+    The pool is as large as the core says that the trace needs when nobody has to wait; the core's
+    counts with that pool are what the engine must reach too.
+
+    Args:
+        trace: What to run.
+        model: Name or path.
+        depth: Steps that the engine schedules ahead on this machine.
+        on_start: Told which system starts; gives who is told how far it is.
+    """
+    num_blocks = pool_blocks(trace, depth)
+    expected = expect(trace, num_blocks, depth)
+    jobs = [asdict(job) for job in trace.jobs]
+    settings = {"num_blocks": num_blocks, "max_num_seqs": MAX_NUM_SEQS}
+    common = {"model": model, "jobs": jobs, "settings": settings, "max_num_seqs": MAX_NUM_SEQS}
+    rows: dict[str, dict[str, Any]] = {}
+    for system in SYSTEMS:
+        tell = on_start(system)
+        rows[system] = start({**common, "system": system}, tell)
+    ours, theirs = (rows[system].pop("outputs") for system in SYSTEMS)
+    rows["pagedmlx"]["core"] = expected
+    # With arrivals by the clock, steps fall differently in each run.
+    at_once = all(job.arrival_s == 0 for job in trace.jobs)
+    found = rows["pagedmlx"]["counts"]
+    rows["pagedmlx"]["counts_equal_core"] = found == expected if at_once else None
+    rows["pagedmlx"]["outputs_equal_mlx_lm"] = sum(ours[name] == theirs[name] for name in ours)
+    rows["pagedmlx"]["num_outputs"] = len(ours)
+    return rows
+
+
+def pool_blocks(trace: Trace, depth: int) -> int:
+    """Blocks with which nobody has to wait, and one for each sequence to grow into."""
+    jobs = trace.jobs
+    slots = sum(job.n * (len(job.prompt) + job.num_outputs + 16) for job in jobs)
+    system = _paged(slots, depth)
+    run(_at_once(trace), system)
+    return system.stats().peak_used_blocks + sum(job.n for job in jobs)
+
+
+def expect(trace: Trace, num_blocks: int, depth: int) -> dict[str, int]:
+    """The core's counts for a trace and a pool."""
+    system = _paged(num_blocks * 16, depth)
+    run(_at_once(trace), system)
+    return core_counts(system)
+
+
+def _paged(slots: int, depth: int) -> Paged:
+    return Paged(slots, limits=EngineConfig(max_num_seqs=MAX_NUM_SEQS), depth=depth)
+
+
+def _at_once(trace: Trace) -> Trace:
+    jobs: tuple[Job, ...] = tuple(replace(job, arrival_s=0.0) for job in trace.jobs)
+    return replace(trace, jobs=jobs, concurrency=None)
