@@ -64,7 +64,7 @@ class ChatOptions:
     make_client: Callable[[str], ChatClient]
     model: str | None = None
     store_path: Path | None = None
-    params: SamplingParams = SamplingParams(temperature=0.7, max_tokens=2048)  # noqa: RUF009
+    params: SamplingParams = SamplingParams(temperature=0.7, max_tokens=None)  # noqa: RUF009
     given: frozenset[str] = frozenset()
     system: str = ""
     can_pick: bool = True

@@ -73,6 +73,11 @@ class Savings:
     reserved_bytes: int
     shared_bytes: int
 
+    @property
+    def paging_bytes(self) -> int:
+        """What is not taken, and would be if each sequence had its longest length reserved."""
+        return max(0, self.reserved_bytes - self.used_bytes)
+
 
 @dataclass(slots=True)
 class _PoolMemory:
@@ -155,21 +160,19 @@ class BlockHistory:
             key = (sequence.request_id, sequence.index)
             now = sequence.block_ids[group]
             tables[key] = (sequence.num_preemptions, now)
-            num_preemptions, before = memory.tables.get(key, (-1, now[:0]))
-            if num_preemptions == sequence.num_preemptions:
+            num_preemptions, before = memory.tables.get(key, (0, now[:0]))
+            if before.size and num_preemptions == sequence.num_preemptions:
                 both = min(before.size, now.size)
                 copied = now[:both][before[:both] != now[:both]]
-            elif key not in memory.tables:
-                copied = _copied_at_start(sequence, now, size)
             else:
-                continue
+                copied = _copied_at_start(sequence, now, size)
             memory.copied_s[copied[ref_counts[copied] == 1]] = self._now_s
         memory.tables = tables
 
 
 def _copied_at_start(sequence: SequenceSnapshot, block_ids: IntArray, size: int) -> IntArray:
     """The partly matching block that a new sequence copied, if it began with one."""
-    shared = sequence.num_cached_tokens if sequence.index == 0 else sequence.num_prompt_tokens
+    shared = sequence.num_cached_tokens
     if not size or not shared % size:
         return block_ids[:0]
     return block_ids[shared // size : shared // size + 1]

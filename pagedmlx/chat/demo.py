@@ -47,10 +47,13 @@ Nothing is reserved for text that may never come.
 """
 
 NAMES = (
-    "**Tidepool**. Small, full of life, and filled anew twice a day.",
-    "**Lighthouse**. You see it from afar, and it shows where you are.",
-    "**Driftwood**. It has come a long way and carries what it has seen.",
-    "**Kelp**. Grows half a metre a day, quietly, in the dark.",
+    "**Tidepool**. Small, full of life, and filled anew twice a day. What lives in it makes do "
+    "with the room that there is, and when the sea comes back nobody has to move house.",
+    "**Lighthouse**. You see it from afar, it shows where you are, and it never asks who you are. "
+    "One lamp serves every ship, and a ship more costs nothing.",
+    "**Driftwood**. It has come a long way and carries what it has seen. No two pieces are alike, "
+    "and yet every one of them began as a piece of the same kind of tree.",
+    "**Kelp**. Grows half a metre a day, quietly, in the dark, and only as far as the water goes.",
 )
 
 OTHER = """That depends on what you compare it with. Three things are worth looking at:
@@ -72,7 +75,7 @@ class DemoClient:
         block_size: Words in one block.
     """
 
-    def __init__(self, delay_s: float = 0.03, num_blocks: int = 160, block_size: int = 8) -> None:
+    def __init__(self, delay_s: float = 0.03, num_blocks: int = 96, block_size: int = 8) -> None:
         self.name = "demo"
         self.max_len: int | None = 1024
         self.notes: tuple[str, ...] = ("demo: these answers were written beforehand",)

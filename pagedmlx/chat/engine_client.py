@@ -118,7 +118,14 @@ class EngineClient:
 
         config = self._config
         self._is_fetching = True
-        await asyncio.to_thread(
-            hub.resolve, config.model, config.revision, config.offline, on_progress
-        )
+        try:
+            await asyncio.to_thread(
+                hub.resolve, config.model, config.revision, config.offline, on_progress
+            )
+        except asyncio.CancelledError:
+            # Its thread goes on for a while.
+            raise
+        except Exception:
+            self._is_fetching = False
+            raise
         self._is_fetching = False

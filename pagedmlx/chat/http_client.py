@@ -140,7 +140,7 @@ class _Writer:
     def read(self, chunk: Mapping[str, Any]) -> list[Delta]:
         if chunk.get("error"):
             error = chunk["error"]
-            raise EndpointError(str(error.get("message", error) if error else error))
+            raise EndpointError(str(error["message"] if isinstance(error, Mapping) else error))
         usage = chunk.get("usage") or {}
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         deltas = [self._delta(choice) for choice in chunk.get("choices") or ()]

@@ -11,6 +11,7 @@ from rich.segment import Segment
 from rich.style import Style
 from textual import events
 from textual.binding import Binding, BindingType
+from textual.content import Content
 from textual.geometry import Region
 from textual.message import Message as Event
 from textual.strip import Strip
@@ -23,7 +24,6 @@ COLOURS = (
 )  # fmt: skip
 _OTHERS = "#adb5bd"
 _INK = "#10131a"
-_WIDTHS = (3, 2, 1)
 _GAP = Segment(" ")
 
 
@@ -93,6 +93,7 @@ class BlockMap(Widget, can_focus=True):
         self._looks = np.zeros(0, np.int64)
         self._layout = (0, 0, 0)
         self._cell_width = 1
+        self._step = 1
 
     @property
     def selected_blocks(self) -> range | None:
@@ -117,9 +118,8 @@ class BlockMap(Widget, can_focus=True):
             return
         self.group = min(self.group, len(history.snapshot.pools) - 1)
         size = history.snapshot.pools[self.group].owners.size
-        fits = (each for each in _WIDTHS if (width // each) * height >= size)
-        layout = (width, height, next(fits, 1))
-        self._cell_width = layout[2]
+        self._cell_width, self._step = _fitting(width, height, size)
+        layout = (width, height, self._cell_width)
         per_row = width // self._cell_width
         cells = self._cells = history.cells(per_row * height, self.group)
         if self.selected is not None and self.selected >= cells.kinds.size:
@@ -138,12 +138,12 @@ class BlockMap(Widget, can_focus=True):
         self._looks = looks
         for y in changed:
             self._rows[y] = self._row(y * per_row, per_row)
-            self.refresh(Region(0, y, width, 1))
+            self.refresh(Region(0, y * self._step, width, 1))
 
     def render_line(self, y: int) -> Strip:
-        """A row of cells."""
-        if y < len(self._rows):
-            row = self._rows[y].adjust_cell_length(self.size.width)
+        """A row of cells, or the gap below one."""
+        if y % self._step == 0 and y // self._step < len(self._rows):
+            row = self._rows[y // self._step].adjust_cell_length(self.size.width)
             return row.apply_style(self.rich_style)
         return Strip.blank(self.size.width, self.rich_style)
 
@@ -157,7 +157,7 @@ class BlockMap(Widget, can_focus=True):
         per_row = max(1, self.size.width // self._cell_width)
         place = event.x // self._cell_width
         if place < per_row:
-            self._select(event.y * per_row + place)
+            self._select(event.y // self._step * per_row + place)
 
     def action_move(self, dx: int, dy: int) -> None:
         """Select a neighbour of the selected cell."""
@@ -192,11 +192,22 @@ class BlockMap(Widget, can_focus=True):
         segments: list[Segment] = []
         for index in range(start, min(start + per_row, cells.kinds.size)):
             kind, slot = int(cells.kinds[index]), int(cells.slots[index])
-            text = glyph(cells, index) + " " * (self._cell_width == 3)
+            text = glyph(cells, index).center(max(1, self._cell_width - 1))
             segments.append(Segment(text, _style(kind, slot, index == self.selected)))
             if self._cell_width > 1:
                 segments.append(_GAP)
         return Strip(segments).simplify()
+
+
+def _fitting(width: int, height: int, num_blocks: int) -> tuple[int, int]:
+    """How wide a cell is with the gap beside it, and how high with the gap below it."""
+    for cell_width in (6, 5, 4, 3, 2):
+        num_rows = -(-num_blocks // max(1, width // cell_width))
+        if 2 * num_rows - 1 <= height:
+            return cell_width, 2
+        if num_rows <= height and cell_width < 4:
+            return cell_width, 1
+    return 1, 1
 
 
 def _looks(cells: Cells) -> npt.NDArray[np.int64]:
@@ -207,7 +218,11 @@ def _looks(cells: Cells) -> npt.NDArray[np.int64]:
     return looks * 2 + (cells.fills >= 0.5)
 
 
-def legend(per_cell: int) -> str:
+def legend(per_cell: int) -> Content:
     """What the cells' characters mean."""
-    scale = f"\n1 cell = {per_cell} blocks; small letter: under half in use" * (per_cell > 1)
-    return f"A in use · 2 shared by two · * copied · ░ cached · · free{scale}"
+    meanings = {"A": "in use", "2": "shared", "*": "copied", "░": "cached", "·": "free"}
+    parts = [Content.assemble((sign, "bold $text"), f" {text}") for sign, text in meanings.items()]
+    told = Content(" ").join(parts)
+    if per_cell > 1:
+        told += Content(f"\n1 cell = {per_cell} blocks; small letter: under half in use")
+    return told

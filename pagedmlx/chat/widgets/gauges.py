@@ -87,8 +87,10 @@ class Gauges(Widget):
         fill = stats.num_used_blocks / max(1, stats.num_blocks)
         kept = (stats.num_used_blocks + stats.num_cached_blocks) / max(1, stats.num_blocks)
         fastest, fullest = max(rates.speed, default=0.0), max(rates.fill, default=0.0)
+        first = "-" if self.ttft_s is None else f"{self.ttft_s * 1000:.0f} ms"
         rows = [
             ("speed", f"{rates.tokens_per_s:.0f} tok/s", curve(rates.speed, room, fastest)),
+            ("first token", first, ""),
             ("in use", f"{stats.num_used_blocks}/{stats.num_blocks}", bar(fill, room)),
             ("with cached", f"{kept:.0%}", bar(kept, room)),
             ("history", f"peak {fullest:.0%}", curve(rates.fill, room, fullest)),
@@ -97,35 +99,25 @@ class Gauges(Widget):
             Content.assemble((f"{name:<11}", "dim"), f"{value:>11}  ", (graph, "$accent"))
             for name, value, graph in rows
         ]
-        first = "-" if self.ttft_s is None else f"{self.ttft_s * 1000:.0f} ms"
-        pool = f"{readable_bytes(self._savings.used_bytes)} of {readable_bytes(stats.pool_bytes)}"
-        lines.append(Content.assemble(("first token ", "dim"), first, ("  memory ", "dim"), pool))
-        return [*lines, *self._saved()]
-
-    def _saved(self) -> list[Content]:
-        savings = self._savings
-        if not savings.used_bytes:
-            return [Content.assemble(("nothing is in use, so nothing is reserved", "dim"))]
-        saved = max(0, savings.reserved_bytes - savings.used_bytes)
-        return [
+        used, whole = readable_bytes(self._savings.used_bytes), readable_bytes(stats.pool_bytes)
+        lines.append(Content.assemble(("memory     ", "dim"), f"{used:>11} of {whole}"))
+        saved = readable_bytes(self._savings.paging_bytes)
+        shared = readable_bytes(self._savings.shared_bytes)
+        lines.append(
             Content.assemble(
-                ("paging saves ", "dim"), (readable_bytes(saved), "bold $success"),
-                (" against full-length caches", "dim"),
-            ),
-            Content.assemble(
-                ("sharing saves ", "dim"), (readable_bytes(savings.shared_bytes), "bold $success"),
-                (f" in {self._stats.num_shared_blocks} shared blocks", "dim"),
-            ),
-        ]  # fmt: skip
+                ("paging saves ", "dim"), (saved, "$text-success"),
+                (", sharing ", "dim"), (shared, "$text-success"),
+            )
+        )  # fmt: skip
+        return lines
 
     def _line(self) -> Content:
         stats, savings = self._stats, self._savings
-        saved = max(0, savings.reserved_bytes - savings.used_bytes)
         return Content.assemble(
             f"{self.rates.tokens_per_s:.0f} tok/s",
             (f"  {bar(stats.num_used_blocks / max(1, stats.num_blocks), 8)} ", "$accent"),
             f"{stats.num_used_blocks}/{stats.num_blocks} blocks",
             f" · {stats.num_cached_blocks} cached · {stats.num_shared_blocks} shared",
-            (f" · saves {readable_bytes(saved)}", "$success"),
+            (f" · saves {readable_bytes(savings.paging_bytes)}", "$text-success"),
             f" · {stats.num_waiting} waiting" if stats.num_waiting else "",
         )

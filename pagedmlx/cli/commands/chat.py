@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -26,12 +26,27 @@ from pagedmlx.errors import InvalidRequestError
 if TYPE_CHECKING:
     from pagedmlx.chat.client import ChatClient
 
+
+def _longest(value: str | int) -> int | None:
+    """The value of --max-tokens; 0 is no limit of ours."""
+    try:
+        return int(value) or None
+    except ValueError as error:
+        raise typer.BadParameter(f"{value!r} is not a whole number") from error
+
+
 # A conversation is no test of a model: it should not repeat itself, nor stop in the middle.
-_DEFAULTS = {"temperature": 0.7, "max_tokens": 2048}
+_CHANGES: dict[str, dict[str, Any]] = {
+    "temperature": {"default": 0.7},
+    "max_tokens": {
+        "help": "Most tokens of an answer; 0 is as many as fit.",
+        "default": 0,
+        "parser": _longest,
+        "metavar": "N",
+    },
+}
 _MODEL = replace(MODEL_FLAG, help="Model to talk to, instead of the argument.")
-_SAMPLING = tuple(
-    replace(flag, default=_DEFAULTS.get(flag.field, flag.default)) for flag in SAMPLING_FLAGS
-)
+_SAMPLING = tuple(replace(flag, **_CHANGES.get(flag.field, {})) for flag in SAMPLING_FLAGS)
 
 CHAT_FLAGS = (_MODEL, *ENGINE_FLAGS, *_SAMPLING)
 
