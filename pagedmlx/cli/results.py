@@ -6,26 +6,31 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pagedmlx.errors import InvalidRequestError, PagedMLXError
 
 if TYPE_CHECKING:
-    from pagedmlx.engine.outputs import RequestOutput
+    from pagedmlx.engine.outputs import PositionLogprobs, RequestOutput, TokenLogprob
 
 Row = dict[str, Any]
 
 
 def output_row(output: RequestOutput) -> Row:
-    """The row of a finished request; an error's row when it was refused or failed."""
+    """The row of a finished request; an error's row when it was refused or failed.
+
+    Log probabilities are in it if the request asked for them: one entry for each token, and None
+    for a prompt's first one. JSON has no infinity, so an impossible token's is None.
+    """
     if output.error is not None:
         return error_row(output.request_id, output.error)
     metrics = output.metrics
-    return {
+    row = {
         "id": output.request_id,
         "outputs": [
             {
@@ -34,12 +39,33 @@ def output_row(output: RequestOutput) -> Row:
                 "finish_reason": choice.finish_reason,
                 "stop_reason": choice.stop_reason,
                 "num_tokens": len(choice.token_ids),
+                **_logprobs("logprobs", choice.logprobs),
             }
             for choice in output.outputs
         ],
         "num_prompt_tokens": len(output.prompt_token_ids),
         "num_cached_tokens": output.num_cached_tokens,
         "metrics": asdict(metrics) if metrics is not None else None,
+    }
+    return row | _logprobs("prompt_logprobs", output.prompt_logprobs)
+
+
+def _logprobs(key: str, positions: Sequence[PositionLogprobs | None] | None) -> Row:
+    if positions is None:
+        return {}
+    return {key: [None if each is None else _position(each) for each in positions]}
+
+
+def _position(position: PositionLogprobs) -> Row:
+    return {**_token(position.token), "top": [_token(token) for token in position.top]}
+
+
+def _token(token: TokenLogprob) -> Row:
+    return {
+        "token_id": token.token_id,
+        "text": token.text,
+        "logprob": token.logprob if isfinite(token.logprob) else None,
+        "rank": token.rank,
     }
 
 
