@@ -8,12 +8,15 @@ import socket
 from collections.abc import Sequence
 from functools import partial
 
+from pagedmlx import hub
 from pagedmlx.cli import render
 from pagedmlx.cli.signals import Terminated, end_at_once, end_later
 from pagedmlx.config import EngineConfig
 from pagedmlx.engine.async_engine import AsyncEngine
+from pagedmlx.engine.engine import Engine
 from pagedmlx.engine.load import load_engine
 from pagedmlx.engine.worker import EngineWorker
+from pagedmlx.progress import ProgressCallback
 from pagedmlx.server.run import listen, run_server
 from pagedmlx.server.service import Service
 from pagedmlx.server.settings import ServerSettings
@@ -58,7 +61,7 @@ async def _serve(
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal, number)
     tell = render.once_each()
-    worker = EngineWorker(partial(load_engine, config), lambda what, _share: tell(what))
+    worker = EngineWorker(partial(_load, config), lambda what, _share: tell(what))
     service = Service(config.model, settings)
     try:
         await run_server(
@@ -68,6 +71,12 @@ async def _serve(
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
     return caught[0]
+
+
+def _load(config: EngineConfig, report: ProgressCallback) -> Engine:
+    # Before MLX is imported, so that a wrong name is told at once.
+    hub.resolve(config.model, config.revision, config.offline, report)
+    return load_engine(config, report)
 
 
 def _tell_ready(service: Service, sockets: Sequence[socket.socket], engine: AsyncEngine) -> None:

@@ -74,6 +74,10 @@ class TimedProtocol(H11Protocol):
     def _refuse(self, error: HttpError) -> None:
         if self.transport.is_closing():
             return
+        if self.cycle is not None and not self.cycle.response_complete:
+            # Its head was fine and it is being answered, to nobody from now on.
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = to_json(error_body(error))
             headers = [

@@ -89,7 +89,9 @@ def test_flag_goes_before_environment_before_config_file_before_default(
 
 def test_every_flag_of_every_command_has_a_variable_of_its_name() -> None:
     commands = command_line().commands
-    assert set(commands) == set("chat run generate serve ps pull ls rm doctor completion".split())
+    assert set(commands) == {
+        *("chat", "completion", "doctor", "generate", "ls", "ps", "pull", "rm", "run", "serve")
+    }
     for command in commands.values():
         for option in command.params:
             if option.param_type_name == "option":

@@ -23,7 +23,9 @@ from tests.support.server import serving
 WITH_FAKE_ENGINE = """
 import sys, time
 import pagedmlx.engine.load as load
+import pagedmlx.hub as hub
 from tests.support.engines import FakeRunner, make_engine
+hub.resolve = lambda *_: None
 load.load_engine = lambda config, report: (
     report("loading", None),
     time.sleep(60 if "slow" in config.model else 0),

@@ -252,6 +252,15 @@ def test_what_is_no_http_gets_a_json_error(server: RunningServer):
         assert b'"code":"invalid_http"' in answer
 
 
+def test_a_request_that_turns_out_to_be_no_http_is_cut_off_without_a_fault(
+    server: RunningServer, caplog: pytest.LogCaptureFixture
+):
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n"
+    for kind in (b"", b"Content-Type: application/json\r\n"):
+        assert exchange(server, head + kind + b"\r\nzz\r\n").startswith(b"HTTP/1.1 4")
+    assert "failed" not in caplog.text
+
+
 def send_for_long(connection: socket.socket) -> None:
     for _ in range(2000):
         connection.sendall(b"x" * 1000)
