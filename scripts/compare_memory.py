@@ -86,6 +86,12 @@ def parse() -> argparse.Namespace:
     add("--markdown", type=Path, metavar="FILE", help="the tables")
     add("--charts", type=Path, metavar="FOLDER", help="PNG pictures")
     add("--workloads", default=known, help=f"of the traces, default all: {known}")
+    add(
+        "--requests",
+        type=int,
+        metavar="N",
+        help="requests of each trace, in place of its own number",
+    )
     add("--real", default="chat,uneven", help="workloads that the model serves; none for none")
     add("--real-requests", type=int, default=8, metavar="N", help="requests of each, default 8")
     add("--requests-file", type=Path, metavar="JSONL", help=f"own requests, workload {OWN}")
@@ -100,8 +106,9 @@ def parse() -> argparse.Namespace:
         setattr(options, field, names)
     if options.requests_file and OWN not in options.workloads:
         options.workloads.append(OWN)
-    if options.real_requests < 1 or (options.rate is not None and options.rate < 0):
-        parser.error("--real-requests must be at least 1 and --rate at least 0")
+    counts = (options.real_requests, 1 if options.requests is None else options.requests)
+    if min(counts) < 1 or (options.rate or 0) < 0:
+        parser.error("numbers of requests must be at least 1 and --rate at least 0")
     try:
         options.kv_memory = parse_size(options.kv_memory) if options.kv_memory else None
     except ValueError as error:
@@ -134,6 +141,7 @@ def run(options: argparse.Namespace, console: Console, folder: Path) -> dict[str
         seed=options.seed,
         vocab_size=info["vocab_size"],
         rate=options.rate,
+        count=options.requests,
         budget_slots=options.kv_memory // token_bytes if options.kv_memory else None,
     )
     own = None
