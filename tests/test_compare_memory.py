@@ -361,7 +361,7 @@ def test_each_kind_of_memory_is_told_apart(real_report: dict[str, Any]):
         assert row["weights_bytes"] < row["peak_bytes"] < row["resident_peak_bytes"]
         assert len(set(map(len, row["series"].values()))) == 1
     assert systems["pagedmlx"]["pool_bytes"] >= systems["pagedmlx"]["kv_held_peak_bytes"]
-    # Both have the same weights, and a little besides; mlx-lm's rows are padded to a multiple of 256.
+    # The same weights, and a little besides; mlx-lm's rows are padded to a multiple of 256.
     weights = [row["weights_bytes"] for row in systems.values()]
     assert weights[0] == pytest.approx(weights[1], rel=0.3)
     assert systems["mlx-lm"]["kv_held_peak_bytes"] >= 4 * 256 * real_report["token_bytes"]
