@@ -22,9 +22,14 @@ class PagedMLXError(Exception):
 
 
 def first_line(error: BaseException) -> str:
-    """What an exception of others says, as one line; its type where it says nothing."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    """What an exception of others says, as one line; its type where it says nothing.
+
+    A first line that only announces the next one, by a colon at its end, is joined with it.
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
 
 
 def readable_bytes(num_bytes: float) -> str:

@@ -293,9 +293,9 @@ def _is_whole(folder: Path) -> bool:
         return any(path.is_file() for path in folder.glob("model*.safetensors"))
     try:
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return all((folder / name).is_file() for name in names)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return False
-    return all((folder / name).is_file() for name in names)
 
 
 def _cached_snapshot(name: str, revision: str | None) -> Path | None:

@@ -192,6 +192,13 @@ def test_a_model_that_is_only_partly_cached_is_not_taken_for_whole(snapshot: Pat
     assert hub.resolve("owner/model").path == snapshot
 
 
+@pytest.mark.parametrize("text", ['{"weight_map": {"a": 5}}', '{"weight_map": 5}', "[" * 100_000])
+@pytest.mark.usefixtures("no_package")
+def test_a_damaged_index_makes_a_model_incomplete(snapshot: Path, text: str) -> None:
+    (snapshot / "model.safetensors.index.json").write_text(text)
+    assert hub.list_models() == []
+
+
 @pytest.mark.usefixtures("no_package")
 def test_cached_models_are_listed_and_removed(snapshot: Path) -> None:
     (entry,) = hub.list_models()

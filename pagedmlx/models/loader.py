@@ -44,6 +44,15 @@ _CONTEXT_KEYS = (
     "n_ctx",
     "model_max_length",
 )
+_MAX_INT = 2**31 - 1
+_MAX_LAYERS = 10_000
+_LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "num_transformer_layers")
+_SIZES: Mapping[str, int] = {
+    **dict.fromkeys(("hidden_size", "vocab_size"), _MAX_INT),
+    # mlx-lm would make layers until memory is gone.
+    **dict.fromkeys(_LAYER_KEYS, _MAX_LAYERS),
+}
+"""The largest that a size in a config may be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +174,7 @@ def _load_folder(
         raise ModelLoadError(
             f"{name}: config.json has model_type {model_type!r}", hint="it must be a name"
         )
+    _check_sizes(config, name)
     if config.get("model_file") is not None and not trust_remote_code:
         raise UnsupportedModelError(
             f"{name}: the model wants to run its own code ({config['model_file']!r})",
@@ -187,6 +197,22 @@ def _load_folder(
             f"{name}: mlx-lm can't load it: {reason}",
             hint="the files are incomplete, damaged, or of another form than MLX's",
         ) from error
+
+
+def _check_sizes(config: Mapping[str, Any], name: str) -> None:
+    part, prefix = config, ""
+    if isinstance(config.get("text_config"), Mapping):
+        # What stands beside it is not of the text model, or is not looked at.
+        part, prefix = config["text_config"], "text_config."
+    for key, high in _SIZES.items():
+        value = part.get(key)
+        if value is None:  # some types have another way to say it
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= high:
+            raise ModelLoadError(
+                f"{name}: config.json has {prefix}{key} {value!r}",
+                hint=f"it must be a whole number from 1 to {high}",
+            )
 
 
 def _check_weight_files(path: Path, name: str) -> None:

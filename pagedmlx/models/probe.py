@@ -15,7 +15,7 @@ from pagedmlx.core.batch import NO_BLOCK, BatchArrays, GroupArrays
 from pagedmlx.core.request import Request
 from pagedmlx.core.sampling_params import SamplingParams
 from pagedmlx.core.sequence import Sequence
-from pagedmlx.errors import UnsupportedModelError, first_line
+from pagedmlx.errors import ModelLoadError, UnsupportedModelError, first_line
 from pagedmlx.kv.store import KVStore
 from pagedmlx.kv.writer import PoolWriter
 from pagedmlx.models.adapter import ModelAdapter
@@ -61,12 +61,18 @@ def probe_model(adapter: ModelAdapter, writer: PoolWriter | None = None) -> Prob
         writer: How the pool will be written; by functional update if None.
 
     Raises:
+        ModelLoadError: Already mlx-lm's own logits are not finite.
         UnsupportedModelError: The model fails on the way, or its logits differ by more than the
             types explain.
     """
     model_type = adapter.loaded.model_type
     try:
         result = _measure(adapter, writer)
+    except _NotFiniteError as error:
+        raise ModelLoadError(
+            f"{model_type}: the model's own logits are not finite numbers",
+            hint="its weights or its config are damaged, or want a --dtype of a larger range",
+        ) from error
     except Exception as error:
         # Anything may come out of model code that meets more rows than in the survey.
         reason = first_line(error)
@@ -80,6 +86,10 @@ def probe_model(adapter: ModelAdapter, writer: PoolWriter | None = None) -> Prob
             hint="run this model with mlx-lm itself, and please report it",
         )
     return result
+
+
+class _NotFiniteError(Exception):
+    """mlx-lm's own logits can't be compared with."""
 
 
 def _measure(adapter: ModelAdapter, writer: PoolWriter | None) -> ProbeResult:
@@ -103,6 +113,8 @@ def _measure(adapter: ModelAdapter, writer: PoolWriter | None) -> ProbeResult:
         logits, chosen = _expected(adapter, prompt)
         expected += logits
         tokens.append(chosen)
+    if not all(mx.isfinite(logits).all().item() for logits in expected):
+        raise _NotFiniteError
 
     probes = [_Probe(index, table) for index, table in enumerate(tables)]
     chunk = block_size + 1

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from pagedmlx.errors import InvalidRequestError
+from pagedmlx.errors import InvalidRequestError, first_line
 from pagedmlx.text.messages import merge_system, normalize_messages, with_parsed_arguments
 
 _GUARD = "\ufdd0"  # a Unicode noncharacter: no ordinary text contains it
@@ -119,7 +119,7 @@ def _try(render: Callable[..., str], conversation: list[dict[str, Any]]) -> str:
     except Exception as error:  # a template can fail in any way; to the caller it is one
         raise InvalidRequestError(
             "messages",
-            f"the model's chat template refuses them: {_reason(error)}",
+            f"the model's chat template refuses them: {first_line(error)}",
             hint="Check the roles and their order, and chat_template_kwargs.",
         ) from error
 
@@ -176,8 +176,3 @@ def _check_complete(conversation: list[dict[str, Any]], text: str) -> None:
                     f"{call['function']['name']!r}",
                     hint="This model's template knows no tool calls; describe them in the content.",
                 )
-
-
-def _reason(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -256,6 +256,21 @@ def test_a_damaged_config_is_one_clear_error(folder: Path, text: str, words: str
         load_model(folder)
 
 
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "4", [4], 10**12])
+@pytest.mark.parametrize("field", ["hidden_size", "num_hidden_layers", "vocab_size"])
+def test_an_absurd_size_is_refused_by_name_before_anything_is_made(
+    folder: Path, field: str, value: Any
+) -> None:
+    for prefix, change in {
+        "": {field: value},
+        "text_config.": {"text_config": {field: value}},
+    }.items():
+        edit_config(folder, **change)
+        with pytest.raises(ModelLoadError, match=f"has {prefix}{field} ") as caught:
+            load_model(folder)
+        assert caught.value.hint.startswith("it must be a whole number from 1 to ")
+
+
 def test_a_config_that_contradicts_the_weights_is_an_error(folder: Path) -> None:
     edit_config(folder, num_hidden_layers=5)
     with pytest.raises(ModelLoadError, match="can't load"):

@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from pagedmlx.errors import UnsupportedModelError
+from pagedmlx.errors import ModelLoadError, UnsupportedModelError
 from pagedmlx.kv.store import KVStore
 from pagedmlx.models import probe
 from pagedmlx.models.adapter import ModelAdapter
@@ -62,6 +62,17 @@ def test_a_fault_of_the_attention_is_refused_with_its_size(fault: str) -> None:
     with (
         ModelAdapter(tiny_model("gpt_oss"), FaultyBackend(fault), block_size=4) as adapter,
         pytest.raises(UnsupportedModelError, match=r"gpt_oss: logits .* differ"),
+    ):
+        probe_model(adapter)
+
+
+def test_a_model_whose_own_logits_are_not_numbers_is_told_from_a_fault_of_ours() -> None:
+    loaded = tiny_model()
+    model: Any = loaded.model
+    model.model.norm.weight = model.model.norm.weight * float("nan")
+    with (
+        ModelAdapter(loaded, make_backend("auto"), block_size=4) as adapter,
+        pytest.raises(ModelLoadError, match="llama: the model's own logits are not finite"),
     ):
         probe_model(adapter)
 
