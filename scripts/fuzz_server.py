@@ -177,7 +177,7 @@ class Maker:
 
     def broken_json(self) -> Attack:
         path = self.chance.choice(PATHS)
-        data = bytearray(json.dumps(self.body(path), ensure_ascii=False).encode())
+        data = bytearray(json.dumps(self.body(path), ensure_ascii=False).encode(errors="replace"))
         for _ in range(self.chance.choice((1, 3))):
             place = self.chance.randrange(len(data))
             if self.chance.random() < 0.5:
@@ -363,7 +363,9 @@ def main() -> None:
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory() as folder:
         model = save_tiny_folder(Path(folder) / "tiny", max_model_len=512)
-        config = EngineConfig(str(model), num_blocks=96, max_num_waiting=64, check_integrity=True)
+        config = EngineConfig(
+            str(model), num_blocks=96, max_model_len=256, max_num_waiting=64, check_integrity=True
+        )
         with serving(
             partial(load_engine, config),
             header_timeout_s=HEADER_S,

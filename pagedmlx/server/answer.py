@@ -6,6 +6,7 @@ import json
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
@@ -50,16 +51,17 @@ async def answer(request: Request, read: Callable[[dict[str, Any], Service], Ask
     service.add(generation)
     is_handed_over = False
     try:
-        await _start(generation, ask)
+        answer_id = f"{ask.id_prefix}-{uuid.uuid4().hex}"
+        await _start(generation, ask, answer_id)
         writer = ask.writer(generation.prepared)
         head = {
-            "id": f"{writer.id_prefix}-{uuid.uuid4().hex}",
+            "id": answer_id,
             "object": writer.chunk_kind if ask.stream else writer.kind,
             "created": int(time.time()),
             "model": ask.model,
         }
         usage = Usage(generation.prepared)
-        request.state.note.update(id=head["id"], usage=usage)
+        request.state.note.update(id=answer_id, usage=usage)
         headers = _headers(ask.unknown)
         if ask.stream:
             is_handed_over = True
@@ -81,9 +83,11 @@ async def answer(request: Request, read: Callable[[dict[str, Any], Service], Ask
             generation.close()
 
 
-async def _start(generation: Generation, ask: Ask) -> None:
+async def _start(generation: Generation, ask: Ask, answer_id: str) -> None:
+    ids = [answer_id, *(f"{answer_id}-{number}" for number in range(1, len(ask.jobs)))]
+    named = [replace(job, request_id=id) for job, id in zip(ask.jobs, ids, strict=True)]
     try:
-        await generation.start(ask.jobs)
+        await generation.start(named)
     except InvalidRequestError as error:
         raise renamed_error(error, ask.renamed) from error
 

@@ -56,6 +56,7 @@ def _read(body: dict[str, Any], service: Service) -> Ask:
         chat_template_kwargs=typed(values, "chat_template_kwargs", dict, {}),
     )
     return Ask(
+        id_prefix="chatcmpl",
         jobs=(job,),
         model=model,
         writer=lambda _prepared: ChatWriter(),
@@ -94,7 +95,6 @@ def _num_logprobs(values: dict[str, Any]) -> Any:
 class ChatWriter:
     """Writes answers as chat completions."""
 
-    id_prefix: ClassVar[str] = "chatcmpl"
     kind: ClassVar[str] = "chat.completion"
     chunk_kind: ClassVar[str] = "chat.completion.chunk"
 

@@ -47,6 +47,8 @@ def _read(body: dict[str, Any], service: Service) -> Ask:
     stream = typed(values, "stream", bool, False)
     refuse_with_stream(values, stream=stream)
     echo = typed(values, "echo", bool, False)
+    if echo and "prompt_logprobs" in values:
+        raise InvalidRequestError("prompt_logprobs", "echo with logprobs tells the same")
     prompts = read_prompts(values.get("prompt"))
     params = sampling_params(
         values,
@@ -78,6 +80,7 @@ def _read(body: dict[str, Any], service: Service) -> Ask:
         )
 
     return Ask(
+        id_prefix="cmpl",
         jobs=jobs,
         model=model,
         writer=writer,
@@ -161,7 +164,6 @@ class CompletionWriter:
 
     echoes: tuple[Echo, ...] = ()
     tells_prompts: bool = False
-    id_prefix: ClassVar[str] = "cmpl"
     kind: ClassVar[str] = "text_completion"
     chunk_kind: ClassVar[str] = "text_completion"
 

@@ -45,12 +45,10 @@ class Writer(Protocol):
     """Writes answers in the shape of one endpoint.
 
     Attributes:
-        id_prefix: Ids of answers begin with it.
         kind: The ``object`` of a whole answer.
         chunk_kind: The ``object`` of one event of a stream.
     """
 
-    id_prefix: ClassVar[str]
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
 
@@ -72,6 +70,7 @@ class Ask:
     """A request as its endpoint has understood it.
 
     Attributes:
+        id_prefix: The answer's id begins with it.
         jobs: One for each prompt.
         model: The name that the answer carries.
         writer: Makes what writes the answer, once the jobs have been prepared.
@@ -81,6 +80,7 @@ class Ask:
         renamed: What the request calls fields that the engine's errors name.
     """
 
+    id_prefix: str
     jobs: tuple[Job, ...]
     model: str
     writer: Callable[[Sequence[PreparedJob]], Writer]

@@ -127,6 +127,9 @@ def test_control_tokens_in_a_message_are_plain_text(server: RunningServer, spell
         {"model": None},
         {"model": "owner/tiny"},
         {"model": "tiny"},
+        {"messages": [{"role": "user", "content": []}]},
+        {"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]},
+        {"messages": [{"role": "developer", "content": "a"}, {"role": "assistant", "content": ""}]},
     ],
 )
 def test_what_can_be_served_is_served(server: RunningServer, fields: dict[str, Any]):

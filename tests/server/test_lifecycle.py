@@ -86,8 +86,10 @@ def test_a_client_may_leave_while_it_waits_for_blocks():
             data += second.recv(65536)
         assert data.startswith(b"HTTP/1.1 200")
         assert b"data:" not in data
-        states = {each["state"] for each in server.get("/v1/stats").json["requests"]}
-        assert states == {"waiting", "decode"}
+        requests = server.get("/v1/stats").json["requests"]
+        assert {each["state"] for each in requests} == {"waiting", "decode"}
+        # They have the names that their answers have.
+        assert all(each["request_id"].startswith("cmpl-") for each in requests)
         second.close()
         server.wait_until(lambda: len(server.get("/v1/stats").json["requests"]) == 1)
         assert read_all(first).count(b"[DONE]") == 1
