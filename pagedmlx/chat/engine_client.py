@@ -46,7 +46,8 @@ class EngineClient:
         """Load the model, after fetching it if need be."""
         if self._make_worker is None:
             await self._fetch(on_progress)
-            self._worker = EngineWorker(partial(load_engine, self._config), on_progress)
+            load = partial(load_engine, self._config.for_streams())
+            self._worker = EngineWorker(load, on_progress)
         else:
             self._worker = self._make_worker(on_progress)
         try:

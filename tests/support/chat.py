@@ -119,13 +119,14 @@ async def until(pilot: Pilot[int], happens: Callable[[], object]) -> None:
     """Wait for something to happen, or fail."""
     async with asyncio.timeout(WAIT_S):
         while not happens():
-            await pilot.pause(0.01)
+            await asyncio.sleep(0.01)
 
 
 async def say(pilot: Pilot[int], text: str) -> None:
     """Type a text into the prompt and send it."""
     app = pilot.app
     assert isinstance(app, ChatApp)
+    app.pane.prompt.focus()
     app.pane.prompt.put(text)
     await pilot.press("enter")
 

@@ -13,6 +13,7 @@ from textual.widgets import Collapsible, Static
 
 from pagedmlx.chat.reasoning import split_reasoning
 from pagedmlx.chat.session import ASSISTANT, FAILED, LENGTH, STOPPED, STREAMING, USER, Message
+from pagedmlx.chat.widgets.line import Line
 from pagedmlx.chat.widgets.markdown import GrowingMarkdown, visible
 
 _STATUS = {
@@ -68,13 +69,15 @@ class MessageView(Vertical, can_focus=True):
 
     def compose(self) -> ComposeResult:
         """Build the parts."""
-        yield Static(classes="header")
+        yield Line(classes="header")
         if self.message.role == ASSISTANT:
-            yield Collapsible(Static(classes="thoughts"), title="reasoning", classes="reasoning")
+            yield Collapsible(
+                Line(wraps=True, classes="thoughts"), title="reasoning", classes="reasoning"
+            )
             yield GrowingMarkdown()
         else:
             yield Static(Content(visible(self.message.text)), classes="said")
-        yield Static(classes="error")
+        yield Line(wraps=True, classes="error")
 
     async def on_mount(self) -> None:
         """Fill the parts."""
@@ -91,11 +94,11 @@ class MessageView(Vertical, can_focus=True):
             versions: Which version it is, from 1, and how many there are.
         """
         self.message, self._versions = message, versions
-        self.query_one(".header", Static).update(self._header())
+        self.query_one(".header", Line).say(self._header())
         self.set_class(message.status == STREAMING, "-streaming")
         if message.error:
-            error = self.query_one(".error", Static)
-            error.update(Content(visible(message.error)))
+            error = self.query_one(".error", Line)
+            error.say(Content(visible(message.error)))
             error.display = True
         if message.role == ASSISTANT:
             parts = split_reasoning(message.text)
@@ -103,7 +106,7 @@ class MessageView(Vertical, can_focus=True):
             if parts.reasoning:
                 folded.display = True
                 folded.title = "reasoning…" if parts.is_thinking else "reasoning"
-                self.query_one(".thoughts", Static).update(Content(visible(parts.reasoning)))
+                self.query_one(".thoughts", Line).say(Content(visible(parts.reasoning)))
             await self.query_one(GrowingMarkdown).show(parts.answer)
 
     def action_wish(self, wish: str) -> None:

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from textual.app import ComposeResult
 from textual.content import Content
-from textual.widgets import Static, TabPane
+from textual.widgets import TabPane
 from textual.worker import Worker, WorkerCancelled, WorkerFailed
 
 from pagedmlx.chat.answers import Progress, write_answers
@@ -18,6 +18,7 @@ from pagedmlx.chat.reasoning import code_blocks, split_reasoning
 from pagedmlx.chat.session import ASSISTANT, USER, Conversation
 from pagedmlx.chat.widgets.block_map import colour, letter
 from pagedmlx.chat.widgets.gauges import bar
+from pagedmlx.chat.widgets.line import Line
 from pagedmlx.chat.widgets.markdown import visible
 from pagedmlx.chat.widgets.message import MessageView
 from pagedmlx.chat.widgets.prompt import Prompt
@@ -123,7 +124,7 @@ class ConversationPane(TabPane):
     def compose(self) -> ComposeResult:
         """Build the parts."""
         yield Transcript(self.conversation)
-        yield Static(classes="status")
+        yield Line(classes="status")
         yield Prompt(self._host.prompts)
 
     async def on_mount(self) -> None:
@@ -237,6 +238,8 @@ class ConversationPane(TabPane):
         self._host.note_change(self)
         await self.sync()
         self.transcript.follow()
+        if self.display:
+            self.prompt.focus()
 
     async def _answer(self, ids: Sequence[int]) -> None:
         self._num_asked += 1
@@ -281,7 +284,7 @@ class ConversationPane(TabPane):
 
     def show_status(self) -> None:
         """How much of the context is taken, and how answers are sampled."""
-        self.query_one(".status", Static).update(Content(self._status()))
+        self.query_one(".status", Line).say(Content(self._status()))
 
     def _status(self) -> str:
         if self._editing is not None:

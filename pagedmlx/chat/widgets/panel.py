@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from textual.app import ComposeResult
 from textual.containers import Vertical
 from textual.content import Content
-from textual.widgets import Static
 
 from pagedmlx.chat.blocks import NO_SLOT, BlockHistory, holders, savings
 from pagedmlx.chat.widgets.block_map import BlockMap, colour, legend, letter
 from pagedmlx.chat.widgets.gauges import Gauges
+from pagedmlx.chat.widgets.line import Line
 from pagedmlx.core.snapshot import EngineSnapshot, SequenceSnapshot
 
 _NO_MAP = "This endpoint does not tell what is in its memory, so there is no block map."
@@ -35,19 +35,19 @@ class MemoryPanel(Vertical):
         """Build the parts."""
         yield Gauges()
         yield BlockMap()
-        yield Static(classes="legend")
-        yield Static(classes="detail")
-        yield Static(classes="queue")
+        yield Line(wraps=True, classes="legend")
+        yield Line(wraps=True, classes="detail")
+        yield Line(classes="queue")
 
     def show(self, snapshot: EngineSnapshot | None, max_len: int | None, now_s: float) -> None:
         """Show what the engine says; None says that it never will."""
         if snapshot is None:
-            self.query_one(".legend", Static).update(_NO_MAP)
+            self.query_one(".legend", Line).say(Content(_NO_MAP))
             return
         self.history.add(snapshot, self._slot_of, now_s)
         blocks = self.query_one(BlockMap)
         blocks.show(self.history)
-        self.query_one(".legend", Static).update(legend(blocks.per_cell))
+        self.query_one(".legend", Line).say(legend(blocks.per_cell))
         self.query_one(Gauges).show(self.history, savings(snapshot, max_len), now_s)
         self._show_detail()
         self._show_queue(snapshot)
@@ -57,14 +57,14 @@ class MemoryPanel(Vertical):
         self._show_detail()
 
     def _show_detail(self) -> None:
-        detail = self.query_one(".detail", Static)
+        detail = self.query_one(".detail", Line)
         blocks, snapshot = self.query_one(BlockMap).selected_blocks, self.history.snapshot
         if blocks is None or snapshot is None:
-            detail.update(Content("F3 goes to the map, arrows select a block").stylize("dim"))
+            detail.say(Content("F3 goes to the map, arrows select a block").stylize("dim"))
         elif len(blocks) == 1:
-            detail.update(self._block(snapshot, blocks[0]))
+            detail.say(self._block(snapshot, blocks[0]))
         else:
-            detail.update(self._blocks(snapshot, blocks))
+            detail.say(self._blocks(snapshot, blocks))
 
     def _block(self, snapshot: EngineSnapshot, block_id: int) -> Content:
         group = self.query_one(BlockMap).group
@@ -104,7 +104,7 @@ class MemoryPanel(Vertical):
 
     def _show_queue(self, snapshot: EngineSnapshot) -> None:
         waiting = [each for each in snapshot.sequences if each.status != "running"]
-        queue = self.query_one(".queue", Static)
+        queue = self.query_one(".queue", Line)
         queue.display = bool(waiting)
         lines = [Content.assemble((f"{len(waiting)} waiting", "bold $warning"))]
         for each in waiting[:_MAX_WAITING]:
@@ -115,7 +115,7 @@ class MemoryPanel(Vertical):
             if each.status == "preempted":
                 why = f"gave its blocks to others, {why}"
             lines.append(Content.assemble((f"{self._named(slot)}: ", colour(slot)), why))
-        queue.update(Content("\n").join(lines))
+        queue.say(Content("\n").join(lines))
 
     def _slot(self, sequence: SequenceSnapshot) -> int:
         return self._slot_of.get(sequence.request_id, NO_SLOT)

@@ -1,0 +1,389 @@
+"""One conversation on the screen: writing, pasting, streaming, stopping, versions."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable
+
+import pytest
+from textual import events
+from textual.pilot import Pilot
+from textual.widgets import Collapsible
+
+from pagedmlx.chat.app import ChatApp
+from pagedmlx.chat.widgets.message import MessageView
+from tests.support.chat import (
+    FakeClient,
+    failed,
+    notices,
+    running,
+    say,
+    screen_text,
+    settle,
+    until,
+)
+
+Story = Callable[[ChatApp, Pilot[int]], Awaitable[None]]
+
+
+def play(client: FakeClient, story: Story, size: tuple[int, int] = (120, 40)) -> None:
+    async def run() -> None:
+        async with running(client, size=size) as (app, pilot):
+            await until(pilot, lambda: app.client is not None or client.start_gate is not None)
+            await story(app, pilot)
+
+    asyncio.run(run())
+
+
+def texts(app: ChatApp) -> list[str]:
+    return [message.text for message in app.pane.conversation.path()]
+
+
+def test_a_question_is_answered_on_the_screen() -> None:
+    async def story(app: ChatApp, pilot: Pilot[int]) -> None:
+        await pilot.press(*"why?", "enter")
+        await settle(pilot)
+        assert texts(app) == ["why?", "Hello **there**."]
+        shown = screen_text(app)
+        assert "why?" in shown
+        assert "Hello there." in shown
+        assert "9/100" in shown
+        assert app.pane.prompt.text == ""
+
+    play(FakeClient(["Hello ", "**there**."]), story)
+
+
+TRICKS = "[00] foo, [red]x[/red], [/], [link=a]b, \\[b <b>bold</b> \x1b[31mred\x07 {{x}} $y"
+
+
+def test_brackets_tags_and_control_characters_are_shown_and_steer_nothing() -> None:
+    async def story(app: ChatApp, pilot: Pilot[int]) -> None:
+        await say(pilot, TRICKS)
+        await settle(pilot)
+        shown = screen_text(app)
+        assert shown.count("[00] foo, [red]x[/red], [/], [link=a]b") == 2
+        assert shown.count("<b>bold</b>") == 2
+        assert "\x1b" not in shown
+        assert "\x07" not in shown
+        await say(pilot, "/rename [red]title[/]")
+        await pilot.pause()
+        assert "[red]title[/]" in screen_text(app)
+
+    play(FakeClient([TRICKS[:12], TRICKS[12:]]), story)
+
+
+PASTED = "first line\n\n\tindented\nemoji 🦊 and e\u0301\nlast"
+
+
+@pytest.mark.parametrize("line_end", ["\n", "\r\n", "\r"])
+def test_a_paste_of_several_lines_is_one_draft_that_is_sent_once(line_end: str) -> None:
+    async def story(app: ChatApp, pilot: Pilot[int]) -> None:
+        app.post_message(events.Paste(PASTED.replace("\n", line_end)))
+        await pilot.pause()
+        assert app.pane.prompt.text.replace(line_end, "\n") == PASTED
+        assert client.requests == []
+        await pilot.press("enter")
+        await settle(pilot)
+        assert [request.messages[-1]["content"] for request in client.requests] == [PASTED]
+
+    client = FakeClient()
+    play(client, story)
+
+
+def test_a_paste_while_an_answer_streams_stays_a_draft() -> None:
+    async def story(app: ChatApp, pilot: Pilot[int]) -> None:
+        client.gate = asyncio.Semaphore(1)
+        await say(pilot, "one")
+        await until(pilot, lambda: texts(app)[-1:] == ["Hello "])
+        app.post_message(events.Paste("two\nlines"))
+        await pilot.pause()
+        await pilot.press("enter")
+        await pilot.pause()
+        assert app.pane.prompt.text == "two\nlines"
+        assert "still answering" in notices(app)[-1]
+        client.gate.release()
+        await settle(pilot)
+        client.gate = None
+        await pilot.press("enter")
+        await settle(pilot)
+        assert texts(app)[2] == "two\nlines"
+
+    client = FakeClient()
+    play(client, story)
+
+
+def test_new_lines_are_typed_and_the_prompt_grows() -> None:
+    async def story(app: ChatApp, pilot: Pilot[int]) -> None:
+        await pilot.press("a", "ctrl+j", "b", "alt+enter", "c")
+        await pilot.pause()
+        assert app.pane.prompt.text == "a\nb\nc"
+        assert app.pane.prompt.size.height == 3
+        await pilot.press("enter")
+        await settle(pilot)
+        assert texts(app)[0] == "a\nb\nc"
+
+    play(FakeClient(), story)
+
+
+def test_what_was_sent_before_comes_back_with_the_arrows_and_the_draft_is_kept() -> None:
+    async def story(app: ChatApp, pilot: Pilot[int]) -> None:
+        for text in ("one", "two\nlines"):
+            await say(pilot, text)
+            await settle(pilot)
+        await pilot.press(*"draft", "up")
+        assert app.pane.prompt.text == "two\nlines"
+        await pilot.press("up", "up")
+        assert app.pane.prompt.text == "one"
+        await pilot.press("down", "down", "down")
+        assert app.pane.prompt.text == "draft"
+
+    play(FakeClient(), story)
+
+
+@pytest.mark.parametrize("key", ["escape", "ctrl+c"])
+def test_an_answer_stops_at_once_and_what_was_said_stays(key: str) -> None:
+    async def story(app: ChatApp, pilot: Pilot[int]) -> None:
+        client.gate = asyncio.Semaphore(1)
+        await say(pilot, "why?")
+        await until(pilot, lambda: texts(app)[-1:] == ["Hello "])
+        await pilot.press(key)
+        await settle(pilot)
+        assert app.pane.conversation.path()[-1].status == "stopped"
+        assert client.num_aborted == 1
+        assert "stopped" in screen_text(app)
+        client.gate = None
+        await say(pilot, "again")
+        await settle(pilot)
+        assert texts(app)[-1] == "Hello there."
+
+    client = FakeClient()
+    play(client, story)
+
+
+def test_a_failed_answer_says_why_and_can_be_asked_again() -> None:
+    async def story(app: ChatApp, pilot: Pilot[int]) -> None:
+        await say(pilot, "why?")
+        await settle(pilot)
+        shown = screen_text(app)
+        assert "Hello there." in shown
+        assert "the endpoint [is] gone (start it)" in shown
+        client.error = None
+        await say(pilot, "/retry")
+        await settle(pilot)
+        assert "← 2/2 →" in screen_text(app)
+        assert app.pane.conversation.path()[-1].status == "done"
+
+    client = FakeClient()
+    client.error = failed("the endpoint [is] gone", "start it")
+    play(client, story)
+
+
+def test_versions_of_an_answer_are_turned_with_the_arrows() -> None:
+    async def story(app: ChatApp, pilot: Pilot[int]) -> None:
+        await say(pilot, "why?")
+        await settle(pilot)
+        client.pieces = ["Other."]
+        await pilot.press("ctrl+up")
+        await pilot.press("r")
+        await settle(pilot)
+        assert texts(app) == ["why?", "Other."]
+        await pilot.press("ctrl+up", "left")
+        await pilot.pause()
+        assert texts(app) == ["why?", "Hello there."]
+        assert "Other." not in screen_text(app)
+        await pilot.press("right")
+        await pilot.pause()
+        assert texts(app) == ["why?", "Other."]
+
+    client = FakeClient()
+    play(client, story)
+
+
+def test_a_question_is_edited_and_sent_again() -> None:
+    async def story(app: ChatApp, pilot: Pilot[int]) -> None:
+        await say(pilot, "one")
+        await settle(pilot)
+        await say(pilot, "two")
+        await settle(pilot)
+        await pilot.press("ctrl+up", "up", "up", "up", "e")
+        await pilot.pause()
+        assert app.pane.prompt.text == "one"
+        assert "editing" in screen_text(app)
+        await say(pilot, "ONE")
+        await settle(pilot)
+        assert texts(app) == ["ONE", "Hello there."]
+        assert app.pane.conversation.versions(1) == [1, 5]
+
+    play(FakeClient(), story)
+
+
+def test_editing_can_be_left() -> None:
+    async def story(app: ChatApp, pilot: Pilot[int]) -> None:
+        await say(pilot, "one")
+        await settle(pilot)
+        await say(pilot, "/edit")
+        await pilot.press("escape")
+        assert app.pane.prompt.text == ""
+        await say(pilot, "two")
+        await settle(pilot)
+        assert len(texts(app)) == 4
+
+    play(FakeClient(), story)
+
+
+def test_candidates_stand_side_by_side_and_one_is_picked() -> None:
+    async def story(app: ChatApp, pilot: Pilot[int]) -> None:
+        await say(pilot, "/n 3 a name?")
+        await settle(pilot)
+        views = [view for view in app.query(MessageView) if view.has_class("-candidate")]
+        assert len(views) == 3
+        assert len({view.region.y for view in views}) == 1
+        assert len({view.region.x for view in views}) == 3
+        await pilot.press("ctrl+up", "left", "enter")
+        await settle(pilot)
+        assert texts(app) == ["a name?", "Hello [1]there.[1]"]
+        assert "← 2/3 →" in screen_text(app)
+        assert app.pane.prompt.has_focus
+        await say(pilot, "go on")
+        await settle(pilot)
+        assert client.requests[-1].messages[1]["content"] == "Hello [1]there.[1]"
+
+    client = FakeClient()
+    play(client, story)
+
+
+def test_going_on_without_picking_takes_the_first_candidate() -> None:
+    async def story(app: ChatApp, pilot: Pilot[int]) -> None:
+        await say(pilot, "/n 2 a name?")
+        await settle(pilot)
+        await say(pilot, "go on")
+        await settle(pilot)
+        assert client.requests[-1].messages[1]["content"] == "Hello [0]there.[0]"
+
+    client = FakeClient()
+    play(client, story)
+
+
+def test_reasoning_is_folded_and_opens() -> None:
+    async def story(app: ChatApp, pilot: Pilot[int]) -> None:
+        await say(pilot, "why?")
+        await settle(pilot)
+        shown = screen_text(app)
+        assert "reasoning" in shown
+        assert "secret thought" not in shown
+        assert "Because." in shown
+        await pilot.press("ctrl+up", "space")
+        await pilot.pause(0.05)
+        assert not app.query_one(Collapsible).collapsed
+        assert "secret thought" in screen_text(app)
+
+    play(FakeClient(["<thi", "nk>\nsecret ", "thought\n</th", "ink>\n\nBecause."]), story)
+
+
+CODE = "Here:\n\n```python\ndef f(x):\n    return x + 1\n```\n\nand so on."
+
+
+def test_code_is_shown_as_code_and_copied() -> None:
+    async def story(app: ChatApp, pilot: Pilot[int]) -> None:
+        await say(pilot, "code?")
+        await settle(pilot)
+        assert re.search(r"def f\(x\):\s", screen_text(app))
+        assert "```" not in screen_text(app)
+        await pilot.press("ctrl+up", "y")
+        assert app.clipboard == "def f(x):\n    return x + 1"
+        await pilot.press("c")
+        assert app.clipboard == CODE
+        await say(pilot, "/copy code")
+        await pilot.pause()
+        assert app.clipboard == "def f(x):\n    return x + 1"
+
+    play(FakeClient([CODE[i : i + 3] for i in range(0, len(CODE), 3)]), story)
+
+
+LONG = "\n\n".join(f"Paragraph {number}, with *some* text." for number in range(60))
+
+
+def test_who_reads_above_stays_there_while_the_answer_grows() -> None:
+    async def story(app: ChatApp, pilot: Pilot[int]) -> None:
+        client.gate = asyncio.Semaphore(40)
+        await say(pilot, "long?")
+        transcript = app.pane.transcript
+        await until(pilot, lambda: "Paragraph 39" in texts(app)[-1])
+        await until(pilot, lambda: transcript.max_scroll_y > 40)
+        assert transcript.scroll_y == transcript.max_scroll_y
+        await pilot.press("pageup", "pageup")
+        await pilot.pause(0.1)
+        place, height = transcript.scroll_y, transcript.max_scroll_y
+        assert place < height
+        client.gate = None
+        app.pane._work.cancel() if app.pane._work else None
+        await settle(pilot)
+        client.pieces = [LONG]
+        await app.pane.retry(app.pane.conversation.path()[-1].message_id)
+        await settle(pilot)
+        await pilot.press("pageup")
+        await pilot.pause(0.1)
+        place = transcript.scroll_y
+        view = app.query(MessageView).last()
+        await view.show(view.message.__class__(**_grown(view)), (1, 1))
+        await pilot.pause(0.1)
+        assert transcript.scroll_y == place
+        assert transcript.max_scroll_y > place
+        await pilot.press(*["pagedown"] * 9)
+        await pilot.pause(0.1)
+        assert transcript.scroll_y == transcript.max_scroll_y
+
+    client = FakeClient([f"{each}\n\n" for each in LONG.split("\n\n")])
+    play(client, story)
+
+
+def _grown(view: MessageView) -> dict[str, object]:
+    from dataclasses import fields
+
+    values = {each.name: getattr(view.message, each.name) for each in fields(view.message)}
+    return {**values, "text": view.message.text + "\n\nmore\n\nand more"}
+
+
+def test_a_resize_while_streaming_loses_nothing() -> None:
+    async def story(app: ChatApp, pilot: Pilot[int]) -> None:
+        client.gate = asyncio.Semaphore(0)
+        await say(pilot, "why?")
+        for size in ((80, 24), (200, 60), (20, 5), (3, 2), (120, 40)):
+            client.gate.release()
+            await pilot.resize_terminal(*size)
+            await pilot.pause(0.05)
+        client.gate = None
+        app.pane.stop()
+        await settle(pilot)
+        assert texts(app)[-1] == "one two three four five "
+        assert "one two three four five" in screen_text(app)
+
+    client = FakeClient(["one ", "two ", "three ", "four ", "five ", "six"])
+    play(client, story)
+
+
+def test_what_is_asked_while_the_model_loads_is_answered_when_it_is_there() -> None:
+    async def story(app: ChatApp, pilot: Pilot[int]) -> None:
+        assert client.start_gate is not None
+        await until(pilot, lambda: "weights" in screen_text(app))
+        assert "40%" in screen_text(app)
+        await say(pilot, "why?")
+        await pilot.pause()
+        assert client.requests == []
+        client.start_gate.set()
+        await settle(pilot)
+        assert texts(app)[-1] == "Hello there."
+
+    client = FakeClient()
+    client.start_gate = asyncio.Event()
+    play(client, story)
+
+
+def test_an_empty_draft_is_not_sent() -> None:
+    async def story(app: ChatApp, pilot: Pilot[int]) -> None:
+        await pilot.press("enter", "space", "ctrl+j", "enter")
+        await pilot.pause()
+        assert texts(app) == []
+
+    play(FakeClient(), story)
