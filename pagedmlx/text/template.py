@@ -88,7 +88,7 @@ def render_chat(
 
 def _render_all(render: Callable[..., str], conversation: list[dict[str, Any]]) -> str:
     text = _render(render, conversation)
-    _check_complete(conversation, text)
+    _check_complete(render, conversation, text)
     return text
 
 
@@ -158,11 +158,28 @@ def _strings(value: Any) -> Iterable[str]:
             yield from _strings(item)
 
 
-def _check_complete(conversation: list[dict[str, Any]], text: str) -> None:
+def _is_passed_over(
+    render: Callable[..., str], conversation: list[dict[str, Any]], index: int, text: str
+) -> bool:
+    """Whether the text stays as it is when a message says more.
+
+    Some templates rewrite messages: they take switches such as ``/no_think`` out, or escape them.
+    """
+    message = conversation[index]
+    longer = {**message, "content": f"{message['content']} and more"}
+    with suppress(InvalidRequestError):
+        return _render(render, [*conversation[:index], longer, *conversation[index + 1 :]]) == text
+    return False
+
+
+def _check_complete(
+    render: Callable[..., str], conversation: list[dict[str, Any]], text: str
+) -> None:
     """Templates pass over what they don't know; a caller must hear of it."""
     for index, message in enumerate(conversation):
         role = message["role"]
-        if role in ("system", "user") and message["content"].strip() not in text:
+        is_verbatim = role not in ("system", "user") or message["content"].strip() in text
+        if not is_verbatim and _is_passed_over(render, conversation, index, text):
             raise InvalidRequestError(
                 f"messages[{index}]",
                 f"the model's chat template leaves out this {role} message",

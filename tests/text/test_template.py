@@ -190,6 +190,23 @@ def test_a_template_may_trim_content():
     assert render("{{ messages[0].content | trim }}", [{**USER, "content": "  a \n"}]) == "a"
 
 
+SWITCH = (
+    "{% for m in messages %}[{{ m.role }}"
+    "{% if m.content.startswith('/no_think') %} quick{% endif %}]"
+    "{{ m.content.replace('/no_think', '') | trim }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("word", ["", "Be brief"])
+def test_a_template_may_read_switches_out_of_a_message(word):
+    text = render(SWITCH, [{"role": "system", "content": f"/no_think\n{word}"}, USER])
+    assert text == f"[system quick]{word}[user]Hi"
+
+
+def test_a_template_may_escape_content():
+    assert render("{{ messages[0].content | e }}", [{**USER, "content": "a < b"}]) == "a &lt; b"
+
+
 def test_variables_reach_the_template():
     template = CHATML + "{% if enable_thinking %}<think>{% endif %}{{ tools | length }}"
     assert render(template, [USER], enable_thinking=True, tools=[{}, {}]).endswith("<think>2")
