@@ -5,7 +5,7 @@ The command line, the server and Python map onto this class; nothing else holds 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pagedmlx.errors import InvalidRequestError
 
@@ -14,6 +14,7 @@ KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32")
 FUTURE_KV_CACHE_DTYPES = ("int8", "int4")
 DTYPES = ("auto", "float16", "bfloat16", "float32")
 ATTENTION_BACKENDS = ("auto", "kernels", "gather", "reference")
+STREAM_GAP_MS = 250
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,8 @@ class EngineConfig:
         max_num_seqs: Most sequences that run in one step.
         max_num_batched_tokens: Token budget of one step.
         prefill_chunk_size: Most tokens of one prompt that one step computes.
+        max_stream_gap_ms: Longest time that a running stream should wait for its next token while
+            prompts are computed; 0 is no limit. None is no limit either, except ``for_streams``.
         enable_prefix_caching: Share the blocks of equal prompt beginnings.
         kv_cache_dtype: Type of the pool's elements; ``auto`` is the model's.
         attention_backend: ``auto``, ``kernels`` (on a GPU), ``gather`` or ``reference``.
@@ -60,6 +63,7 @@ class EngineConfig:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     prefill_chunk_size: int = 512
+    max_stream_gap_ms: int | None = None
     enable_prefix_caching: bool = True
     kv_cache_dtype: str = "auto"
     attention_backend: str = "auto"
@@ -90,6 +94,7 @@ class EngineConfig:
             ("max_num_seqs", 1),
             ("max_num_batched_tokens", 1),
             ("prefill_chunk_size", 1),
+            ("max_stream_gap_ms", 0),
             ("max_overtakes", 0),
             ("max_num_waiting", 1),
         ):
@@ -103,6 +108,13 @@ class EngineConfig:
             raise InvalidRequestError(
                 "gpu_memory_utilization", f"{share!r} must be above 0 and at most 1"
             )
+
+
+    def for_streams(self) -> EngineConfig:
+        """The same for people who watch answers come, as with a server or a chat."""
+        if self.max_stream_gap_ms is not None:
+            return self
+        return replace(self, max_stream_gap_ms=STREAM_GAP_MS)
 
 
 def _check_types(config: EngineConfig) -> None:

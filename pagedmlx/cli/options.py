@@ -157,6 +157,11 @@ ENGINE_FLAGS = (
     Flag("max_num_seqs", "Most sequences in one step.", int),
     Flag("max_num_batched_tokens", "Token budget of one step.", int),
     Flag("prefill_chunk_size", "Most tokens of one prompt in one step.", int),
+    Flag(
+        "max_stream_gap_ms",
+        "Milliseconds that prompts may keep a stream waiting; 0: any, serve and chat: 250.",
+        int | None,
+    ),
     Flag("enable_prefix_caching", "Share the blocks of equal prompt beginnings.", bool),
     Flag("kv_cache_dtype", "Type of the pool: auto, float16, bfloat16 or float32.", str),
     Flag("attention_backend", "auto, kernels, gather or reference.", str),

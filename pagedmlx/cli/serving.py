@@ -76,7 +76,7 @@ async def _serve(
 def _load(config: EngineConfig, report: ProgressCallback) -> Engine:
     # Before MLX is imported, so that a wrong name is told at once.
     hub.resolve(config.model, config.revision, config.offline, report)
-    return load_engine(config, report)
+    return load_engine(config.for_streams(), report)
 
 
 def _tell_ready(service: Service, sockets: Sequence[socket.socket], engine: AsyncEngine) -> None:

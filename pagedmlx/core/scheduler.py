@@ -6,8 +6,9 @@ phases: a sequence simply has more known tokens than computed ones. The policy, 
 
 - Order is by priority, larger first, then by arrival.
 - Running sequences go first: those with one token to compute, then prompts, in chunks, as far as
-  the step's token budget reaches. One that can't get its next block takes the blocks of the last
-  one in order, which then waits with its tokens kept.
+  the step's token budget reaches. Beside the former ``max_prompt_tokens`` limits them, and the
+  first prompt shares what there is with the others. One that can't get its next block takes the
+  blocks of the last one in order, which then waits with its tokens kept.
 - Then waiting ones are admitted in order, as long as all their known tokens fit beside what
   running prompts still need. One that doesn't fit may be passed by later ones, but only
   ``max_overtakes`` times; then nothing passes it until it fits.
@@ -21,7 +22,6 @@ phases: a sequence simply has more known tokens than computed ones. The policy, 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
 
 from pagedmlx.config import EngineConfig
 from pagedmlx.core.counters import Counters
@@ -50,6 +50,11 @@ class Scheduler:
         kv: The blocks.
         config: Limits and switches.
         max_prompt_logits: Rows of logits for log probabilities of prompts in one step.
+
+    Attributes:
+        waiting: In order.
+        running: In order.
+        max_prompt_tokens: Prompt tokens of a step beside sequences that decode; None is no limit.
     """
 
     def __init__(
@@ -67,6 +72,7 @@ class Scheduler:
         self._freed: list[int] = []
         self._waited: set[int] = set()
         self._counters = Counters()
+        self.max_prompt_tokens: int | None = None
 
     # Requests come and go.
 
@@ -174,9 +180,15 @@ class Scheduler:
         plan = StepPlan(
             config.max_num_batched_tokens, config.prefill_chunk_size, self._max_prompt_logits
         )
-        for sequence in self._decodes_first():
+        decodes, prompts = self._split_running()
+        for sequence in decodes:
             self._schedule_running(plan, sequence)
-        self._admit_waiting(plan)
+        if plan.is_empty or self.max_prompt_tokens is None:
+            for sequence in prompts:
+                self._schedule_running(plan, sequence)
+            self._admit_waiting(plan)
+        else:
+            self._share_prompt_tokens(plan, prompts, self.max_prompt_tokens)
         return self._close(plan)
 
     def update(self, result: StepResult) -> tuple[Sequence, ...]:
@@ -202,11 +214,32 @@ class Scheduler:
                 self._finish_if_done(sequence)
         return tuple(grown)
 
-    def _decodes_first(self) -> Iterator[Sequence]:
-        """Running sequences in order, those with one token to compute before the others."""
-        snapshot = tuple(self.running)
-        yield from (s for s in snapshot if s.num_tokens_ahead - s.num_computed_tokens == 1)
-        yield from (s for s in snapshot if s.num_tokens_ahead - s.num_computed_tokens > 1)
+    def _split_running(self) -> tuple[list[Sequence], list[Sequence]]:
+        """Running sequences in order: those with one token to compute, and those with more."""
+        decodes: list[Sequence] = []
+        prompts: list[Sequence] = []
+        for sequence in self.running:
+            (decodes if _num_left(sequence) <= 1 else prompts).append(sequence)
+        return decodes, prompts
+
+    def _share_prompt_tokens(self, plan: StepPlan, prompts: list[Sequence], limit: int) -> None:
+        """Compute prompts beside streams that wait for them.
+
+        The first one gets half and what the others leave. The other half goes to those that it
+        brings to their end, so that no short prompt waits for a long one, to those that come, and
+        then to the rest.
+        """
+        first, rest = prompts[:1], sorted(prompts[1:], key=_num_left)
+        others = limit // 2 if first and (rest or self.waiting) else limit
+        plan.num_prompt_tokens_left = others
+        while rest and _num_left(rest[0]) <= plan.num_prompt_tokens_left:
+            self._schedule_running(plan, rest.pop(0))
+        self._admit_waiting(plan)
+        for sequence in rest:
+            self._schedule_running(plan, sequence)
+        plan.num_prompt_tokens_left += limit - others
+        for sequence in first:
+            self._schedule_running(plan, sequence)
 
     def _schedule_running(self, plan: StepPlan, sequence: Sequence) -> None:
         if sequence.status is not SequenceStatus.RUNNING:
@@ -233,6 +266,8 @@ class Scheduler:
         num_deferred = 0
         for sequence in tuple(self.waiting):
             if plan.num_tokens_left < 1 or len(self.running) >= self._config.max_num_seqs:
+                break
+            if plan.num_prompt_tokens_left < 1:
                 break
             if len(blocked) + num_deferred >= LOOKAHEAD:
                 break
@@ -371,6 +406,11 @@ class Scheduler:
         assert len(self.running) <= self._config.max_num_seqs
         assert self._waited <= alive
         self.kv.check_integrity(self.running)
+
+
+def _num_left(sequence: Sequence) -> int:
+    """Tokens that it has still to compute."""
+    return sequence.num_tokens_ahead - sequence.num_computed_tokens
 
 
 def _order(sequence: Sequence) -> tuple[int, int, int]:

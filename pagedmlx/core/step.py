@@ -28,6 +28,11 @@ class ScheduledSequence:
     is_unread: bool = False
     prompt_rows: range = range(0)
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Its tokens if it computes a prompt (or one anew), 0 if it takes one more step."""
+        return self.num_tokens if self.num_tokens > 1 or not self.needs_logits else 0
+
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
@@ -60,6 +65,11 @@ class Step:
     def num_tokens(self) -> int:
         """Rows of the forward pass."""
         return sum(entry.num_tokens for entry in self.scheduled)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Those of them that belong to prompts."""
+        return sum(entry.num_prompt_tokens for entry in self.scheduled)
 
 
 INVALID_TOKEN = -1

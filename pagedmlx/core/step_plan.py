@@ -16,12 +16,14 @@ class StepPlan:
 
     Attributes:
         num_tokens_left: What is left of the budget.
+        num_prompt_tokens_left: What of it may go to sequences with more than one token to compute.
         num_prompt_logits_left: Likewise of the rows.
         preempted: Ids of the sequences that lost their blocks in this step.
     """
 
     def __init__(self, num_tokens: int, chunk_size: int, num_prompt_logits: int) -> None:
         self.num_tokens_left = num_tokens
+        self.num_prompt_tokens_left = num_tokens
         self.num_prompt_logits_left = num_prompt_logits
         self.preempted: list[int] = []
         self._chunk_size = chunk_size
@@ -33,6 +35,8 @@ class StepPlan:
         start = sequence.num_computed_tokens
         left = sequence.num_tokens_ahead - start
         num_tokens = min(left, self._chunk_size, self.num_tokens_left)
+        if left > 1:
+            num_tokens = min(num_tokens, self.num_prompt_tokens_left)
         rows = sequence.prompt_rows(start, start + num_tokens)
         if len(rows) > self.num_prompt_logits_left:
             return rows.start + self.num_prompt_logits_left - start
@@ -50,7 +54,7 @@ class StepPlan:
         end = start + num_tokens
         needs_logits = end == sequence.num_tokens_ahead
         rows = sequence.prompt_rows(start, end)
-        self._entries[sequence.seq_id] = ScheduledSequence(
+        entry = self._entries[sequence.seq_id] = ScheduledSequence(
             sequence,
             start,
             num_tokens,
@@ -58,23 +62,32 @@ class StepPlan:
             is_unread=end > sequence.num_tokens,
             prompt_rows=rows,
         )
+        self.num_tokens_left -= num_tokens
+        self.num_prompt_tokens_left -= entry.num_prompt_tokens
         if rows:
             sequence.num_prompt_logprobs = rows.stop
             self.num_prompt_logits_left -= len(rows)
         sequence.num_computed_tokens = end
         sequence.num_unread_tokens += needs_logits
         self._copies[sequence.seq_id] = copies
-        self.num_tokens_left -= num_tokens
 
     def preempt(self, sequence: Sequence) -> None:
         """Take a sequence out again, if it is in, and note that it lost its blocks."""
         self.preempted.append(sequence.seq_id)
         entry = self._entries.pop(sequence.seq_id, None)
         if entry is not None:
-            assert not entry.prompt_rows, "prompts are scheduled last, in the order of running"
-            self.num_tokens_left += entry.num_tokens
+            if entry.prompt_rows:
+                sequence.num_prompt_logprobs = entry.prompt_rows.start
+                self.num_prompt_logits_left += len(entry.prompt_rows)
             sequence.num_unread_tokens -= entry.needs_logits
+            self.num_tokens_left += entry.num_tokens
+            self.num_prompt_tokens_left += entry.num_prompt_tokens
             del self._copies[sequence.seq_id]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing runs in it yet."""
+        return not self._entries
 
     def num_computed_before(self, sequence: Sequence) -> int:
         """Tokens of a sequence that are computed before this step."""

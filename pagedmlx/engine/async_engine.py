@@ -53,7 +53,8 @@ class AsyncEngine:
             PagedMLXError: The model can't be loaded or a setting is off.
         """
         chosen = config if config is not None else EngineConfig(**settings)
-        return await cls.from_worker(EngineWorker(partial(load_engine, chosen), on_progress))
+        load = partial(load_engine, chosen.for_streams())
+        return await cls.from_worker(EngineWorker(load, on_progress))
 
     @classmethod
     async def from_worker(cls, worker: EngineWorker) -> Self:

@@ -21,6 +21,7 @@ from pagedmlx.core.step import INVALID_TOKEN, Step, StepResult, TokenLogprobs
 from pagedmlx.engine.inputs import EngineLimits, PreparedJob, prepare_job
 from pagedmlx.engine.logprobs import LogprobWriter, PromptLogprobs
 from pagedmlx.engine.outputs import Job, OutputEvent, PositionLogprobs, RequestMetrics
+from pagedmlx.engine.pacer import Pacer
 from pagedmlx.engine.request_progress import request_progress
 from pagedmlx.errors import NoTokenLeftError, PagedMLXError, RequestFailedError
 from pagedmlx.text.detokenizer import Detokenizer
@@ -130,6 +131,11 @@ class Engine:
         self._pool_bytes = pool_bytes
         self._state_bytes = state_bytes
         self._clock = clock
+        self._pacer: Pacer | None = None
+        if config.max_stream_gap_ms:
+            bound_s = config.max_stream_gap_ms / 1000
+            self._pacer = Pacer(bound_s, config.block_size, clock)
+            scheduler.max_prompt_tokens = config.block_size
         self._live: dict[str, _Live] = {}
         self._under_way: deque[Step] = deque()
         self._random = random.Random(config.seed)
@@ -216,12 +222,16 @@ class Engine:
             live = self._live[entry.sequence.request.request_id]
             if live.scheduled_s is None:
                 live.scheduled_s = now
+        if self._pacer is not None:
+            self._pacer.start(step)
         self._runner.dispatch(step)
         self._under_way.append(step)
 
     def _collect(self) -> list[OutputEvent]:
         step = self._under_way.popleft()
         result = self._runner.collect()
+        if self._pacer is not None:
+            self._scheduler.max_prompt_tokens = self._pacer.end(step)
         self._note_prompts(step, result)
         events = self._fail_invalid(step, result)
         for sequence in self._scheduler.update(result):

@@ -489,3 +489,31 @@ def test_integrity_check_sees_a_lost_sequence_and_one_out_of_order() -> None:
     driver.scheduler.waiting.remove(first)
     with pytest.raises(AssertionError, match="in no queue"):
         driver.scheduler.check_integrity()
+
+
+def prompt_tokens(driver: Driver) -> dict[str, int]:
+    """Prompt tokens of the next step by request."""
+    step = driver.step()
+    assert step is not None
+    return {e.sequence.request.request_id: e.num_prompt_tokens for e in step.scheduled}
+
+
+def test_prompts_beside_a_stream_share_a_limit_so_that_short_ones_do_not_wait_for_long_ones() -> (
+    None
+):
+    driver = make_driver(128, 4, max_num_batched_tokens=64)
+    driver.scheduler.max_prompt_tokens = 12
+    driver.add(make_request(range(8), 60, request_id="stream"))
+    assert prompt_tokens(driver) == {"stream": 8}  # nobody waits, so nothing is limited
+    driver.add(make_request(range(10, 110), 4, request_id="long"))
+    # Alone it gets all that there is.
+    assert prompt_tokens(driver) == {"stream": 0, "long": 12}
+    driver.add(make_request(range(200, 203), 9, request_id="short"))
+    driver.add(make_request(range(300, 350), 4, request_id="second"))
+    # Newcomers get half, in their order; what they leave goes to the first.
+    assert prompt_tokens(driver) == {"stream": 0, "short": 3, "second": 3, "long": 6}
+    assert prompt_tokens(driver) == {"stream": 0, "short": 0, "second": 6, "long": 6}
+    driver.scheduler.max_prompt_tokens = None
+    assert prompt_tokens(driver) == {"stream": 0, "short": 0, "long": 62}
+    driver.run()
+    driver.check_outputs()

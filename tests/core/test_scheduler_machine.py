@@ -66,6 +66,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(sequence.is_finished for sequence in ended)
         assert not self.driver.scheduler.abort(f"r{number}")
 
+    @rule(limit=st.sampled_from([None, None, 2, 5, 16]))
+    def pace_prompts(self, limit: int | None) -> None:
+        self.driver.scheduler.max_prompt_tokens = limit
+
     @rule()
     def forget_cached_blocks(self) -> None:
         self.driver.kv.reset_cache()

@@ -277,6 +277,11 @@ class Driver:
         assert set(step.preempted) <= set(step.freed)
         single = [entry.num_tokens == 1 for entry in step.scheduled]
         assert single == sorted(single, reverse=True), "decode rows come first"
+        limit = self.scheduler.max_prompt_tokens
+        if limit is not None and any(not entry.num_prompt_tokens for entry in step.scheduled):
+            # A step of prompts alone that ends in the last tokens of some may look like one.
+            streams = [e for e in step.scheduled if e.start >= e.sequence.num_prompt_tokens]
+            assert not streams or step.num_prompt_tokens <= limit, "streams wait too long"
         assert sum(len(entry.prompt_rows) for entry in step.scheduled) <= self.max_prompt_logits
         for entry in step.scheduled:
             sequence = entry.sequence

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from hashlib import blake2b
 
@@ -104,6 +105,7 @@ def make_engine(
     *,
     max_model_len: int = 512,
     tokenizer: Tokenizer | None = None,
+    clock: Callable[[], float] = time.monotonic,
     **settings: object,
 ) -> Engine:
     """An engine over a fake runner with blocks of four tokens, checked after every step."""
@@ -129,6 +131,7 @@ def make_engine(
         tokenizer or byte_tokenizer(),
         limits,
         notes=("fake",),
+        clock=clock,
     )
 
 

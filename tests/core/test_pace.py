@@ -1,0 +1,78 @@
+"""PrefillPace finds the number of prompt tokens that fit a bound, whatever a step costs."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagedmlx.core.pace import PrefillPace
+
+BOUND = 0.25
+
+
+def run(
+    decode_s: float, prefill_s: float, token_s: float, num_steps: int = 60, least: int = 16
+) -> list[float]:
+    """Seconds of the steps with prompts, each as large as the pace allows."""
+    pace = PrefillPace(BOUND, least)
+    for _ in range(3):
+        pace.note(0, decode_s)
+    times = []
+    for _ in range(num_steps):
+        count = pace.max_prompt_tokens
+        assert count >= least
+        times.append(decode_s + prefill_s + count * token_s)
+        pace.note(count, times[-1])
+    return times
+
+
+@given(
+    decode_s=st.floats(0.001, 0.15),
+    prefill_s=st.floats(0.0, 0.05),
+    token_s=st.floats(1e-5, 5e-3),
+)
+def test_steps_come_to_fill_the_bound_and_never_exceed_it_by_much(
+    decode_s: float, prefill_s: float, token_s: float
+) -> None:
+    smallest = decode_s + prefill_s + 16 * token_s
+    times = run(decode_s, prefill_s, token_s)
+    if smallest >= BOUND:
+        # Prompts get their least all the same.
+        assert times[-1] < smallest + 2 * token_s * 16
+    else:
+        assert max(times) <= 1.05 * BOUND
+        assert times[-1] >= min(0.8 * BOUND, smallest) or decode_s + prefill_s > 0.7 * BOUND
+
+
+def test_nothing_is_known_at_first_so_prompts_begin_small_and_double() -> None:
+    pace = PrefillPace(BOUND, 16)
+    assert pace.max_prompt_tokens == 16
+    for count in (16, 32, 64):
+        assert pace.max_prompt_tokens == count
+        pace.note(count, 1e-6 * count)
+
+
+@given(hiccup=st.floats(1.0, 100.0))
+def test_one_hiccup_is_forgotten(hiccup: float) -> None:
+    pace = PrefillPace(BOUND, 16)
+    pace.note(0, 0.02)
+    for _ in range(30):
+        pace.note(pace.max_prompt_tokens, 0.02 + 1e-3 * pace.max_prompt_tokens)
+    before = pace.max_prompt_tokens
+    pace.note(before, hiccup)
+    for _ in range(8):
+        pace.note(pace.max_prompt_tokens, 0.02 + 1e-3 * pace.max_prompt_tokens)
+    assert pace.max_prompt_tokens >= 0.9 * before
+
+
+def test_attention_over_a_growing_context_makes_chunks_smaller() -> None:
+    pace = PrefillPace(BOUND, 16)
+    pace.note(0, 0.02)
+    counts = []
+    for step in range(200):
+        counts.append(pace.max_prompt_tokens)
+        seconds = 0.02 + (2e-4 + 1e-5 * step) * counts[-1]
+        if step > 20:
+            assert seconds <= 1.05 * BOUND
+        pace.note(counts[-1], seconds)
+    assert counts[-1] < counts[30] / 2
