@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import Mock
 
 import mlx.core as mx
 import numpy as np
@@ -130,8 +131,15 @@ def test_impossible_copies_are_refused(
         store.copy_blocks(0, _ids(src), _ids(dst))
 
 
-def test_no_copies_are_no_work(store: KVStore) -> None:
+def test_no_copies_are_no_work(store: KVStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = Mock(wraps=store._writer)
+    monkeypatch.setattr(store, "_writer", writer)
     store.copy_blocks(0, _ids([]), _ids([]))
+    assert writer.method_calls == []
+    for layer in (0, 2):
+        store.write(layer, *_rows(store, layer, 1), _slots([0]))
+    store.copy_blocks(0, _ids([0]), _ids([1]))
+    assert "copy_blocks" in [name for name, *_ in writer.method_calls]
 
 
 def test_a_step_with_ids_outside_the_pool_or_repeated_slots_is_refused(store: KVStore) -> None:
