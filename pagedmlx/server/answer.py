@@ -64,8 +64,7 @@ async def answer(request: Request, read: Callable[[dict[str, Any], Service], Ask
         request.state.note.update(id=answer_id, usage=usage)
         headers = _headers(ask.unknown)
         if ask.stream:
-            is_handed_over = True
-            return EventStream(
+            stream = EventStream(
                 generation,
                 writer,
                 usage,
@@ -74,6 +73,8 @@ async def answer(request: Request, read: Callable[[dict[str, Any], Service], Ask
                 settings=service.settings,
                 headers=headers,
             )
+            is_handed_over = True
+            return stream
         whole = await _whole(generation, writer, usage)
         if service.settings.log_contents:
             logger.info("answered: %s", json.dumps(whole["choices"]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -61,6 +62,7 @@ class EventStream(Response):
         self._settings = settings
         self._pieces = Pieces(generation.prepared)
         self._last_s = 0.0
+        self._texts: dict[int, str] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send all of it."""
@@ -79,6 +81,8 @@ class EventStream(Response):
             scope["state"]["note"].update(error="the client left")
         finally:
             self._generation.close()
+            if self._settings.log_contents:
+                logger.info("answered: %s", json.dumps(self._texts))
 
     async def _next(self) -> bytes:
         """The next events, as many as are there already."""
@@ -95,8 +99,8 @@ class EventStream(Response):
     def _events(self, job: int, event: OutputEvent) -> Iterator[bytes]:
         self._usage.note(job, event)
         for piece in self._pieces.take(job, event):
-            if self._settings.log_contents and piece.text:
-                logger.info("answered: %r", piece.text)
+            if self._settings.log_contents:
+                self._texts[piece.index] = self._texts.get(piece.index, "") + piece.text
             for choice in self._writer.chunks(piece):
                 yield self._chunk([choice])
 

@@ -71,7 +71,7 @@ def test_the_log_has_no_contents_unless_asked(caplog: pytest.LogCaptureFixture):
         server.post("/v1/chat/completions", CHAT)
         server.post("/v1/chat/completions", {**CHAT, "stream": True})
     assert caplog.text.count("secret words") == 2
-    assert caplog.text.count("answered:") >= 2
+    assert caplog.text.count("answered:") == 2
 
 
 def test_the_model_is_listed_and_found(server: RunningServer):
