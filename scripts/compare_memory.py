@@ -165,7 +165,7 @@ def run(options: argparse.Namespace, console: Console, folder: Path) -> dict[str
         **{part: {} for part in ("workloads", "fanout", "real")},
         "block_sizes": [],
     }
-    board = tables.Board(token_bytes)
+    board = tables.Board(token_bytes, console)
     with Live(board, console=console, refresh_per_second=4, vertical_overflow="visible"):
         simulate_all(report, [make(workload) for workload in options.workloads], maker, board)
         if name != "none":
@@ -224,7 +224,9 @@ def serve_all(
     for trace in traces:
 
         def start(system: str, trace: Trace = trace) -> processes.Tell:
-            bar = board.progress.add_task(f"{trace.name}: {system}", total=None)
+            what = f"{trace.name}: {system}"
+            board.note(what)
+            bar = board.progress.add_task(what, total=None)
 
             def tell(line: dict[str, Any]) -> None:
                 board.show_running(trace.name, system, line)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from rich.box import SIMPLE
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -33,12 +33,13 @@ class Board:
 
     Args:
         token_bytes: K and V of one token.
+        console: Where it is shown; one that is no terminal gets a line for each part instead.
     """
 
-    def __init__(self, token_bytes: int) -> None:
-        self.progress = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-        )
+    def __init__(self, token_bytes: int, console: Console) -> None:
+        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self.progress = Progress(TextColumn("{task.description}"), *columns, console=console)
+        self._console = console
         self._token_bytes = token_bytes
         self._simulated: list[Sequence[str]] = []
         self._real: list[Sequence[str]] = []
@@ -46,11 +47,17 @@ class Board:
 
     def track(self, items: Iterable[T], total: int, description: str) -> Iterator[T]:
         """Pass items on with a bar for them."""
+        self.note(description)
         bar = self.progress.add_task(description, total=total)
         for item in items:
             self.progress.advance(bar)
             yield item
         self.progress.remove_task(bar)
+
+    def note(self, line: str) -> None:
+        """Say what starts, to whoever sees no bars."""
+        if not self._console.is_terminal:
+            self._console.print(line, markup=False, highlight=False)
 
     def add_scheme(self, workload: str, scheme: str, row: dict[str, Any]) -> None:
         """One scheme is done."""
