@@ -22,7 +22,7 @@ from textual.screen import Screen
 from textual.widgets import Footer, Static, TabbedContent, TextArea
 
 from pagedmlx.chat.client import ChatClient
-from pagedmlx.chat.commands import message_text, parse
+from pagedmlx.chat.commands import Command, message_text, parse
 from pagedmlx.chat.obey import obey
 from pagedmlx.chat.screens.help import HelpScreen
 from pagedmlx.chat.screens.picker import PickerScreen
@@ -88,8 +88,8 @@ class ChatApp(App[int]):
         Binding("f3", "focus_map", "Map", show=False),
         Binding("f4", "settings", "Settings"),
         Binding("f5", "saved", "Saved"),
-        Binding("f6,ctrl+pagedown", "turn_tab(1)", "Next tab", show=False),
-        Binding("shift+f6,ctrl+pageup", "turn_tab(-1)", "Previous tab", show=False),
+        Binding("f6,ctrl+pagedown", "turn_tab(1)", "Next tab", show=False, priority=True),
+        Binding("shift+f6,ctrl+pageup", "turn_tab(-1)", "Previous tab", show=False, priority=True),
         Binding("f8", "close_tab", "Close tab", show=False),
         Binding("escape", "stop", "Stop", show=False),
         Binding("ctrl+c", "interrupt", "Stop", show=False, priority=True),
@@ -258,14 +258,25 @@ class ChatApp(App[int]):
         """Obey a command, or send a message."""
         try:
             command = parse(text)
-            if command is None:
-                await pane.send(message_text(text))
-            else:
-                self.prompts.append(text.strip())
-                pane.prompt.sent()
-                await obey(self, pane, *command)
         except PagedMLXError as error:
-            self.tell(f"{error}. {error.hint}".strip(), error=True)
+            self._tell_error(error)
+            return
+        if command is None:
+            await pane.send(message_text(text))
+        else:
+            self.prompts.append(text.strip())
+            pane.prompt.sent()
+            # The pane may be closed by it, and can't wait for its own end.
+            self.run_worker(self._obey(pane, *command), exit_on_error=False)
+
+    async def _obey(self, pane: ConversationPane, command: Command, rest: str) -> None:
+        try:
+            await obey(self, pane, command, rest)
+        except PagedMLXError as error:
+            self._tell_error(error)
+
+    def _tell_error(self, error: PagedMLXError) -> None:
+        self.tell(f"{error}. {error.hint}".strip(), error=True)
 
     def save(self, conversation: Conversation) -> None:
         """Keep a conversation; a failure is told once, and tried again later."""

@@ -64,7 +64,9 @@ class SavedScreen(ModalScreen[str | None]):
 
     def action_to_list(self) -> None:
         """Go from the words to the list."""
-        self.query_one(OptionList).focus()
+        found = self.query_one(OptionList)
+        found.focus()
+        found.highlighted = 0
 
     def _find(self, words: str) -> None:
         shown = self.query_one(OptionList)

@@ -37,10 +37,12 @@ class MemoryPanel(Vertical):
         yield BlockMap()
         yield Line(wraps=True, classes="legend")
         yield Line(wraps=True, classes="detail")
-        yield Line(classes="queue")
+        yield Line(wraps=True, classes="queue")
 
     def show(self, snapshot: EngineSnapshot | None, max_len: int | None, now_s: float) -> None:
         """Show what the engine says; None says that it never will."""
+        for part in (BlockMap, Gauges, ".detail"):
+            self.query_one(part).display = snapshot is not None
         if snapshot is None:
             self.query_one(".legend", Line).say(Content(_NO_MAP))
             return

@@ -1,0 +1,226 @@
+"""The block map, the gauges and the queue show what the engine is doing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+import numpy as np
+import pytest
+
+from pagedmlx.chat.client import ChatRequest, Delta
+from pagedmlx.chat.demo import DemoClient
+from pagedmlx.chat.widgets.block_map import BlockMap
+from pagedmlx.chat.widgets.gauges import Rates, bar, curve
+from pagedmlx.chat.widgets.panel import MemoryPanel
+from pagedmlx.core.snapshot import EngineSnapshot, PoolSnapshot, SequenceSnapshot
+from pagedmlx.core.stats import EngineStats
+from tests.support.chat import FakeClient, running, screen_text, settle, until
+
+SIZES = [(80, 24), (120, 40), (200, 60)]
+
+
+class StillClient(FakeClient):
+    """Shows one snapshot, and says nothing."""
+
+    def __init__(self, snapshot: EngineSnapshot) -> None:
+        super().__init__()
+        self.shown = snapshot
+
+    async def snapshot(self) -> EngineSnapshot | None:
+        return self.shown
+
+    async def answer(self, request: ChatRequest) -> AsyncGenerator[Delta]:
+        await asyncio.sleep(1000)
+        yield Delta()
+
+
+def still(num_blocks: int, *, num_pools: int = 1) -> EngineSnapshot:
+    """Two sequences that share block 0, one that waits; block 5 is cached."""
+
+    def sequence(name: str, blocks: list[int], status: str, missing: int = 0) -> SequenceSnapshot:
+        table = np.array(blocks, np.int32)
+        return SequenceSnapshot(
+            name, 0, status, 0, 8, 4, 14 if blocks else 0, 0, missing, 0, (table,) * num_pools
+        )
+
+    sequences = (
+        sequence("one", [0, 1], "running"),
+        sequence("two", [0, 2], "running"),
+        sequence("three", [], "waiting", 7),
+        sequence("four", [], "preempted", 2),
+        sequence("five", [], "waiting"),
+    )
+    owners, refs = np.full(num_blocks, -1, np.int32), np.zeros(num_blocks, np.int32)
+    owners[[0, 1, 2]], refs[[0, 1, 2]] = [0, 0, 1], [2, 1, 1]
+    is_cached = np.zeros(num_blocks, np.bool_)
+    is_cached[5] = True
+    stats = EngineStats(
+        block_size=8,
+        num_blocks=num_blocks,
+        num_used_blocks=3,
+        num_cached_blocks=1,
+        num_shared_blocks=1,
+        num_free_blocks=num_blocks - 4,
+        num_running=2,
+        num_waiting=3,
+        block_bytes=1024 * 1024,
+        pool_bytes=num_blocks * 1024 * 1024,
+    )
+    return EngineSnapshot(stats, sequences, (PoolSnapshot(owners, refs, is_cached),) * num_pools)
+
+
+def look(
+    snapshot: EngineSnapshot, size: tuple[int, int] = (120, 40), keys: tuple[str, ...] = ()
+) -> str:
+    """What the screen says of a snapshot, after some keys."""
+
+    async def run() -> str:
+        async with running(StillClient(snapshot), size=size) as (app, pilot):
+            await until(pilot, lambda: app.client is not None)
+            app._slot_of.update({"one": 0, "two": 1})
+            await until(pilot, lambda: app.query_one(MemoryPanel).history.snapshot is not None)
+            await pilot.press(*keys)
+            await pilot.pause(0.5)
+            return screen_text(app)
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_each_state_of_a_block_has_a_character_of_its_own(size: tuple[int, int]) -> None:
+    shown = look(still(64), size)
+    rows = ["".join(line.split()) for line in shown.split("\n")]
+    assert any("2AB··░·" in row for row in rows)
+
+
+def test_the_numbers_say_what_is_used_shared_and_saved() -> None:
+    shown = look(still(64))
+    assert "3/64" in shown
+    assert "3.0 MiB of 64.0 MiB" in shown
+    # Two caches of 100 tokens are 13 blocks each.
+    assert "paging saves 23.0 MiB, sharing 1.0 MiB" in shown
+
+
+def test_who_waits_is_named_with_the_reason() -> None:
+    shown = look(still(64))
+    assert "3 waiting" in shown
+    assert "7 blocks are missing" in shown
+    assert "gave its blocks" in shown
+    assert "its turn comes soon" in shown
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        (("right",), "block 0 · held by 2"),
+        (("right", "right"), "block 1 · held by 1"),
+        (("right", "right"), "A place 1, tokens 8-15, 6 of 8 filled"),
+        (("right", *["right"] * 5), "block 5 · cached"),
+        (("right", *["right"] * 3), "block 3 · free"),
+        (("right", "left"), "block 0 · held by 2"),
+    ],
+)
+def test_a_selected_block_tells_about_itself(keys: tuple[str, ...], text: str) -> None:
+    assert text in look(still(64), keys=("f3", *keys))
+
+
+def test_a_block_is_selected_with_the_mouse() -> None:
+    async def run() -> None:
+        async with running(StillClient(still(64))) as (app, pilot):
+            panel = app.query_one(MemoryPanel)
+            await until(pilot, lambda: panel.history.snapshot is not None)
+            await pilot.pause()
+            blocks = app.query_one(BlockMap)
+            await pilot.click(BlockMap, offset=(blocks._cell_width * 2 + 1, 0))
+            await pilot.pause()
+            assert blocks.selected_blocks == range(2, 3)
+            assert "block 2 · held by 1" in screen_text(app)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_pool_of_100_000_blocks_is_shown_in_sums(size: tuple[int, int]) -> None:
+    shown = look(still(100_000), size, keys=("f3", "right"))
+    assert "3 in use, 1 of them shared, 1 cached" in shown
+    assert "1 cell = " in shown
+
+
+def test_several_pools_are_shown_one_after_the_other() -> None:
+    shown = look(still(64, num_pools=2), keys=("f3", "right", "g"))
+    assert "block 0 of pool 2/2 (g) · held by 2" in shown
+
+
+def test_without_colour_the_map_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = look(still(64))
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert look(still(64)).split("\n")[9] == plain.split("\n")[9]
+
+
+def test_an_endpoint_that_tells_nothing_has_no_map() -> None:
+    async def run() -> None:
+        async with running(FakeClient()) as (app, pilot):
+            await until(pilot, lambda: "does not tell" in screen_text(app))
+            assert not app.query_one(BlockMap).display
+
+    asyncio.run(run())
+
+
+def test_a_hidden_map_asks_the_engine_nothing() -> None:
+    class Counting(StillClient):
+        count = 0
+
+        async def snapshot(self) -> EngineSnapshot | None:
+            self.count += 1
+            return self.shown
+
+    async def run() -> None:
+        client = Counting(still(64))
+        async with running(client) as (_app, pilot):
+            await until(pilot, lambda: client.count)
+            await pilot.press("f2")
+            await pilot.pause(0.1)
+            before = client.count
+            await pilot.pause(1.0)
+            assert client.count == before
+            await pilot.press("f2")
+            await until(pilot, lambda: client.count > before)
+
+    asyncio.run(run())
+
+
+def test_candidates_share_the_prompt_and_copy_its_last_block() -> None:
+    async def run() -> tuple[int, int]:
+        client = DemoClient(0.01)
+        async with running(client) as (app, pilot):
+            await until(pilot, lambda: app.client is not None)
+            await app.pane.send("many words " * 10 + "and a name", 3)
+            shared = 0
+            while app.pane.is_busy:
+                shared = max(shared, client.pool.snapshot().stats.num_shared_blocks)
+                await asyncio.sleep(0)
+            await settle(pilot)
+            return shared, client.pool.snapshot().stats.num_copies
+
+    shared, copies = asyncio.run(run())
+    assert shared >= 2
+    assert copies == 2
+
+
+def test_rates_are_over_a_moment_and_survive_another_engine() -> None:
+    rates = Rates()
+    for step in range(30):
+        rates.add(EngineStats(num_output_tokens=step * 5, num_blocks=10), step * 0.1)
+    assert rates.tokens_per_s == pytest.approx(50.0)
+    rates.add(EngineStats(num_output_tokens=0, num_blocks=10), 3.1)
+    assert rates.tokens_per_s == 0.0
+
+
+def test_bars_and_curves_have_the_width_that_they_should() -> None:
+    assert bar(0.0, 4) == "····"
+    assert bar(1.0, 4) == "████"
+    assert bar(0.5, 3) == "█▌·"
+    assert bar(7.0, 2) == "██"
+    assert curve([0, 1, 2], 5, 2.0) == "   ▄█"
+    assert curve([], 3, 0.0) == "   "
