@@ -17,6 +17,8 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
+from scripts.compare.tables import mib
+
 PARTS = {
     "needed": ("tokens' K and V", "#1b7f79"),
     "reserved": ("reserved for tokens to come", "#f2c14e"),
@@ -195,16 +197,14 @@ def real(report: dict[str, Any]) -> Figure:
         systems = {"mlx-lm": THEIRS, "pagedmlx": OURS}
         for system, colour in systems.items():
             row = each["systems"][system]
-            series = row["series"]
-            held, needed = ([size / 2**20 for size in series[key]] for key in ("held", "needed"))
-            left.step(
-                series["t_s"], held, where="post", color=colour, lw=2, label=f"{system} holds"
+            times = [0.0, *row["series"]["t_s"]]
+            # What a step leaves behind was there while it ran.
+            held, needed = (
+                [*(size / 2**20 for size in row["series"][key]), 0.0] for key in ("held", "needed")
             )
-            if system == "pagedmlx":
-                label = "tokens fill"
-                left.fill_between(
-                    series["t_s"], needed, color=colour, alpha=0.25, lw=0, label=label
-                )
+            left.fill_between(times, needed, step="post", color=colour, alpha=0.25, lw=0)
+            left.step(times, held, where="post", color=colour, lw=2, label=f"{system} holds")
+        left.fill_between([], [], color="#555555", alpha=0.25, lw=0, label="filled with tokens")
         left.set_title(TITLES.get(name, name))
         left.set_xlabel("seconds")
         left.set_ylabel("MiB of K and V")
@@ -221,7 +221,7 @@ def real(report: dict[str, Any]) -> Figure:
             for offset, (system, colour) in zip((-0.19, 0.19), systems.items(), strict=True):
                 size = each["systems"][system][key]
                 right.barh(index + offset, size, 0.36, color=colour)
-                right.text(size, index + offset, f" {size / 2**20:,.0f} MiB", va="center", size=9)
+                right.text(size, index + offset, f" {mib(size)} MiB", va="center", size=9)
         right.set_yticks(range(len(measures)), measures)
         right.invert_yaxis()
         right.set_xlim(0, largest * 1.3)
