@@ -14,6 +14,7 @@ from pagedmlx.chat.client import ChatRequest, Delta
 from pagedmlx.chat.reasoning import split_reasoning
 from pagedmlx.core.sampling_params import SamplingParams
 from pagedmlx.core.snapshot import EngineSnapshot
+from pagedmlx.core.snapshot_json import snapshot_from_json
 from pagedmlx.errors import PagedMLXError, first_line
 from pagedmlx.progress import ProgressCallback
 
@@ -53,6 +54,7 @@ class HttpClient:
         self.max_len: int | None = None
         self.notes: tuple[str, ...] = ()
         self.defaults: Mapping[str, float] = {}
+        self._has_blocks = True
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._http = httpx.AsyncClient(headers=headers, timeout=_TIMEOUT, transport=transport)
 
@@ -99,8 +101,18 @@ class HttpClient:
                 )
 
     async def snapshot(self) -> EngineSnapshot | None:
-        """Nothing: an endpoint of others doesn't tell who holds which block."""
-        return None
+        """Who holds which block, where the endpoint is ours; None else."""
+        if not self._has_blocks:
+            return None
+        try:
+            response = await self._http.get(f"{self.url}/stats", params={"blocks": "true"})
+            body = response.json()
+            return snapshot_from_json(body["engine"], body["blocks"])
+        except httpx.TransportError:
+            return None  # whoever asks for an answer is told
+        except (httpx.HTTPError, ValueError, KeyError, TypeError):
+            self._has_blocks = False
+            return None
 
     async def close(self) -> bool:
         """Close the connections."""

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pagedmlx import __version__
+from pagedmlx.core.snapshot_json import snapshot_to_json
 from pagedmlx.errors import EngineClosedError, EngineDeadError
 from pagedmlx.server.errors import JsonResponse
 from pagedmlx.server.metrics import CONTENT_TYPE
@@ -46,7 +47,7 @@ async def metrics(request: Request) -> Response:
 
 
 async def stats(request: Request) -> Response:
-    """The engine's counts, and where each request is."""
+    """The engine's counts, where each request is, and for ``?blocks=true`` who holds each block."""
     service = _service(request)
     body: dict[str, Any] = {
         "status": service.state,
@@ -60,6 +61,8 @@ async def stats(request: Request) -> Response:
             "engine": dataclasses.asdict(counts),
             "requests": [dataclasses.asdict(each) for each in progress],
         }
+        if request.query_params.get("blocks", "").lower() in ("1", "true"):
+            body["blocks"] = snapshot_to_json(await service.engine.snapshot())
     return JsonResponse(body)
 
 

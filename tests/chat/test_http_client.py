@@ -13,6 +13,7 @@ import pytest
 from pagedmlx.chat.client import ChatRequest, Delta
 from pagedmlx.chat.http_client import EndpointError, HttpClient
 from pagedmlx.core.sampling_params import SamplingParams
+from pagedmlx.core.snapshot import EngineSnapshot
 
 Handler = Callable[[httpx.Request], httpx.Response]
 
@@ -196,3 +197,42 @@ def test_an_endpoint_that_is_not_there_or_goes_away_is_told() -> None:
 
     with pytest.raises(EndpointError, match="doesn't answer"):
         asyncio.run(reach())
+
+
+def snapshots(handler: Handler) -> list[EngineSnapshot | None]:
+    async def run() -> list[EngineSnapshot | None]:
+        made = client(handler)
+        try:
+            return [await made.snapshot() for _ in range(2)]
+        finally:
+            await made.close()
+
+    return asyncio.run(run())
+
+
+def test_the_block_map_of_an_endpoint_of_ours_is_shown():
+    runs = {"owners": [[-1, 6]], "ref_counts": [[0, 6]], "is_cached": [[1, 2], [0, 4]]}
+    body = {"engine": {"num_blocks": 6, "new": 1}, "blocks": {"sequences": [], "pools": [runs]}}
+    paths: list[str] = []
+
+    def respond(request: httpx.Request) -> httpx.Response:
+        paths.append(str(request.url))
+        return httpx.Response(200, json=body)
+
+    for snapshot in snapshots(respond):
+        assert snapshot is not None
+        assert snapshot.stats.num_blocks == 6
+        assert snapshot.pools[0].is_cached.tolist() == [True] * 2 + [False] * 4
+    assert paths == ["http://host/v1/stats?blocks=true"] * 2
+
+
+@pytest.mark.parametrize("body", [b"not found", b"{}", b"[1]", b'{"engine": {}, "blocks": 5}'])
+def test_an_endpoint_without_a_block_map_is_asked_once(body: bytes):
+    asked: list[httpx.Request] = []
+
+    def respond(request: httpx.Request) -> httpx.Response:
+        asked.append(request)
+        return httpx.Response(404, content=body)
+
+    assert snapshots(respond) == [None, None]
+    assert len(asked) == 1

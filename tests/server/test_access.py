@@ -6,6 +6,7 @@ import logging
 
 import pytest
 
+from pagedmlx.core.snapshot_json import snapshot_from_json
 from tests.support.engines import make_engine
 from tests.support.server import MODEL, RunningServer, serving
 from tests.support.tokenizers import byte_ids
@@ -121,3 +122,14 @@ def test_metrics_and_statistics_count_what_was_done():
         assert 'finished_reason="length"' in text
         assert "/made/up" not in text
         assert server.get("/version").json["version"]
+
+
+def test_statistics_tell_who_holds_each_block_to_whom_asks_for_it():
+    with serving(lambda: make_engine(num_blocks=16)) as server:
+        server.complete("a prompt of some blocks", max_tokens=3)
+        stats = server.get("/v1/stats?blocks=true").json
+        snapshot = snapshot_from_json(stats["engine"], stats["blocks"])
+        (pool,) = snapshot.pools
+        assert len(pool.owners) == snapshot.stats.num_blocks == 16
+        assert pool.is_cached.sum() == snapshot.stats.num_cached_blocks > 0
+        assert "blocks" not in server.get("/v1/stats?blocks=no").json
