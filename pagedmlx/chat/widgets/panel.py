@@ -54,6 +54,10 @@ class MemoryPanel(Vertical):
         self._show_detail()
         self._show_queue(snapshot)
 
+    def on_descendant_focus(self) -> None:
+        """Measure what was hidden on a narrow screen until now."""
+        self.call_after_refresh(self.query_one(".legend", Line).refresh, layout=True)
+
     def on_block_map_selected(self) -> None:
         """Tell about another cell."""
         self._show_detail()
