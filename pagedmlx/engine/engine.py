@@ -7,7 +7,6 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Protocol
 
 from pagedmlx.config import EngineConfig
@@ -19,8 +18,9 @@ from pagedmlx.core.snapshot import EngineSnapshot
 from pagedmlx.core.stats import EngineStats, RequestProgress
 from pagedmlx.core.step import INVALID_TOKEN, Step, StepResult, TokenLogprobs
 from pagedmlx.engine.inputs import EngineLimits, PreparedJob, prepare_job
+from pagedmlx.engine.live import LiveOutput, LiveRequest, NewTokens
 from pagedmlx.engine.logprobs import LogprobWriter, PromptLogprobs
-from pagedmlx.engine.outputs import Job, OutputEvent, PositionLogprobs, RequestMetrics
+from pagedmlx.engine.outputs import Job, OutputEvent, RequestMetrics
 from pagedmlx.engine.pacer import Pacer
 from pagedmlx.engine.request_progress import request_progress
 from pagedmlx.errors import NoTokenLeftError, PagedMLXError, RequestFailedError
@@ -52,36 +52,6 @@ class Runner(Protocol):
     def close(self) -> None:
         """Give back all memory."""
         ...
-
-
-@dataclass(slots=True)
-class _Output:
-    """One output's text and what of it has been told; ``logprobs`` where they are wanted."""
-
-    detokenizer: Detokenizer
-    logprobs: LogprobWriter | None = None
-    finished: bool = False
-
-
-@dataclass(slots=True)
-class _New:
-    """What one step adds to an output."""
-
-    token_ids: tuple[int, ...] = ()
-    text: str = ""
-    logprobs: tuple[PositionLogprobs, ...] = ()
-
-
-@dataclass(slots=True)
-class _Live:
-    """A request in flight."""
-
-    outputs: list[_Output]
-    sequences: tuple[Sequence, ...]
-    arrival_s: float
-    prompt_logprobs: PromptLogprobs | None = None
-    scheduled_s: float | None = None
-    first_token_s: float | None = None
 
 
 class Engine:
@@ -136,7 +106,7 @@ class Engine:
             bound_s = config.max_stream_gap_ms / 1000
             self._pacer = Pacer(bound_s, config.block_size, clock)
             scheduler.max_prompt_tokens = config.block_size
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, LiveRequest] = {}
         self._under_way: deque[Step] = deque()
         self._random = random.Random(config.seed)
 
@@ -176,7 +146,7 @@ class Engine:
         prompt_logprobs = None
         if params.prompt_logprobs is not None:
             prompt_logprobs = PromptLogprobs(self.tokenizer, prepared.prompt_token_ids)
-        self._live[request.request_id] = _Live(
+        self._live[request.request_id] = LiveRequest(
             sequences=self._scheduler.add_request(request),
             outputs=outputs,
             prompt_logprobs=prompt_logprobs,
@@ -190,13 +160,13 @@ class Engine:
         self._rest_if_idle()
         return events
 
-    def _new_output(self, params: SamplingParams, context: tuple[int, ...]) -> _Output:
+    def _new_output(self, params: SamplingParams, context: tuple[int, ...]) -> LiveOutput:
         writer = None
         if params.logprobs is not None:
             writer = LogprobWriter(
                 self.tokenizer, skip_special_tokens=params.skip_special_tokens, context=context
             )
-        return _Output(Detokenizer(self.tokenizer, params, prompt_token_ids=context), writer)
+        return LiveOutput(Detokenizer(self.tokenizer, params, prompt_token_ids=context), writer)
 
     @property
     def has_unfinished(self) -> bool:
@@ -304,7 +274,7 @@ class Engine:
         output = live.outputs[sequence.index]
         if live.first_token_s is None:
             live.first_token_s = self._clock()
-        new = _New(token_ids=(sequence.token_ids[-1],))
+        new = NewTokens(token_ids=(sequence.token_ids[-1],))
         try:
             if output.logprobs is not None and told is not None:
                 new.logprobs = (output.logprobs.write(told),)
@@ -324,14 +294,14 @@ class Engine:
     def _end(
         self,
         sequence: Sequence,
-        new: _New | None = None,
+        new: NewTokens | None = None,
         *,
         error: PagedMLXError | None = None,
     ) -> OutputEvent:
         """Flush a finished output's text, drop its record and make its last event."""
         live = self._live[sequence.request.request_id]
         output = live.outputs[sequence.index]
-        new = new or _New()
+        new = new or NewTokens()
         if error is None:
             try:
                 new.text += output.detokenizer.finish()
@@ -354,7 +324,7 @@ class Engine:
     def _event(
         self,
         sequence: Sequence,
-        new: _New,
+        new: NewTokens,
         finish_reason: str | None = None,
         stop_reason: str | int | None = None,
         error: PagedMLXError | None = None,
