@@ -59,7 +59,8 @@ async def record(client: ChatClient, size: tuple[int, int], folder: Path) -> Non
     params = SamplingParams(temperature=0.7, top_p=0.9, seed=7, max_tokens=160)
     options = ChatOptions(lambda _name: client, client.name, params=params, given=GIVEN)
     app = ChatApp(options)
-    name = f"{size[0]}x{size[1]}"
+    # The README's size has the plain names.
+    prefix = "chat-" if size == (120, 40) else f"chat-{size[0]}x{size[1]}-"
     async with app.run_test(size=size, notifications=False) as pilot:
         await until(pilot, lambda: app.client is not None)
         first = app.pane
@@ -68,7 +69,7 @@ async def record(client: ChatClient, size: tuple[int, int], folder: Path) -> Non
         second = await app.open(app.new_conversation())
         await second.send(QUESTIONS[1])
         await until(pilot, lambda: tokens(app) > 60 or not second.is_busy)
-        picture(app, folder / f"chat-two-at-once-{name}.svg")
+        picture(app, folder / f"{prefix}two-at-once.svg")
         await until(pilot, lambda: not (first.is_busy or second.is_busy))
         await second.branch()
         branch = app.pane
@@ -78,7 +79,7 @@ async def record(client: ChatClient, size: tuple[int, int], folder: Path) -> Non
         app.action_focus_map()
         await pilot.press("right")
         await pilot.pause(0.3)
-        picture(app, folder / f"chat-branch-{name}.svg")
+        picture(app, folder / f"{prefix}branch.svg")
         app.action_leave()
         await until(pilot, lambda: app.return_code is not None)
 

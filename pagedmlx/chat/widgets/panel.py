@@ -16,6 +16,7 @@ from pagedmlx.core.snapshot import EngineSnapshot, SequenceSnapshot
 
 _NO_MAP = "This endpoint does not tell what is in its memory, so there is no block map."
 _MAX_WAITING = 4
+_MAX_HOLDERS = 3
 
 
 class MemoryPanel(Vertical):
@@ -54,10 +55,6 @@ class MemoryPanel(Vertical):
         self._show_detail()
         self._show_queue(snapshot)
 
-    def on_descendant_focus(self) -> None:
-        """Measure what was hidden on a narrow screen until now."""
-        self.call_after_refresh(self.query_one(".legend", Line).refresh, layout=True)
-
     def on_block_map_selected(self) -> None:
         """Tell about another cell."""
         self._show_detail()
@@ -86,7 +83,7 @@ class MemoryPanel(Vertical):
         if not found:
             return start + Content(" · free")
         lines = [start + Content(f" · held by {len(found)}")]
-        for holder in found[:3]:
+        for holder in found[:_MAX_HOLDERS]:
             first = holder.position * size
             lines.append(
                 Content.assemble(
@@ -95,6 +92,8 @@ class MemoryPanel(Vertical):
                     f"{holder.num_tokens} of {size} filled",
                 )
             )
+        if len(found) > _MAX_HOLDERS:
+            lines.append(Content(f"and {len(found) - _MAX_HOLDERS} more"))
         return Content("\n").join(lines)
 
     def _blocks(self, snapshot: EngineSnapshot, blocks: range) -> Content:
