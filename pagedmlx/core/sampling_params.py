@@ -32,7 +32,7 @@ class SamplingParams:
         min_tokens: Before this many, end-of-sequence and stop tokens can't be chosen and stop
             strings are ignored.
         repetition_penalty: Divides the positive and multiplies the negative logits of tokens that
-            are in the prompt or the output, above 0 to 100; 1 is off.
+            are in the prompt or the output, 1e-9 to 100; 1 is off.
         presence_penalty: Taken from the logits of tokens that are in the output, -2 to 2.
         frequency_penalty: The same for each time that they are in it, -2 to 2.
         logit_bias: Added to the logits of single tokens: pairs of a token id and a number from -100
@@ -86,7 +86,8 @@ class SamplingParams:
         if self.max_tokens is not None:
             _check_int("max_tokens", self.max_tokens, 1, None)
         _check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
-        _check_number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        # Divided by much less, a logit is no float32 any more.
+        _check_number("repetition_penalty", self.repetition_penalty, 1e-9, 100.0)
         for field in ("presence_penalty", "frequency_penalty"):
             _check_number(field, getattr(self, field), -2.0, 2.0)
         for field in ("logprobs", "prompt_logprobs"):

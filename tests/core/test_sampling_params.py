@@ -27,7 +27,7 @@ BAD: list[tuple[str, Any]] = [
     *[("min_tokens", value) for value in (-1, 257, 0.0, False)],
     *[("stop", value) for value in (1, [1], ["x", None], {"x": 1}, ["x"] * (MAX_STOP_STRINGS + 1))],
     *[("stop_token_ids", value) for value in (5, "5", [-1], [1.0], [True], ["a"])],
-    *[("repetition_penalty", value) for value in (0, -1, 101, NAN, "1", True, None)],
+    *[("repetition_penalty", value) for value in (0, 1e-10, -1, 101, NAN, "1", True, None)],
     *[("presence_penalty", value) for value in (-2.1, 2.1, NAN, INF, "0", None)],
     *[("frequency_penalty", value) for value in (-2.1, 2.1, NAN, INF, "0", None)],
     *[("logprobs", value) for value in (-1, 21, 1.0, "5", True)],

@@ -37,7 +37,7 @@ def post(server: RunningServer, body: Any, **headers: str) -> tuple[int, dict[st
         ("max_tokens", [0, -1, 1.5, "5", True]),
         ("max_completion_tokens", [0, "5"]),
         ("min_tokens", [-1, 3, "x"]),
-        ("repetition_penalty", [0, -1, 101]),
+        ("repetition_penalty", [0, 1e-300, -1, 101]),
         ("presence_penalty", [-2.5, 3, "x"]),
         ("frequency_penalty", [-2.5, 10**400]),
         ("logit_bias", [[1], {"x": 1}, {"1": 101}, {"99999": 1}, {"1": "x"}, 5]),
