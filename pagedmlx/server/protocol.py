@@ -10,6 +10,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pagedmlx.server.errors import HttpError, error_body, to_json
 
+_MAX_AHEAD = 1 << 16
+"""Bytes that are kept of the requests behind the one that is being answered."""
+
 
 class TimedProtocol(H11Protocol):
     """One connection.
@@ -35,6 +38,9 @@ class TimedProtocol(H11Protocol):
     def data_received(self, data: bytes) -> None:
         """It has sent something."""
         super().data_received(data)
+        if self.conn.their_state is h11.DONE and len(self.conn.trailing_data[0]) < _MAX_AHEAD:
+            # Whoever stops reading doesn't notice that the client leaves.
+            self.flow.resume_reading()
         self._watch()
 
     def on_response_complete(self) -> None:

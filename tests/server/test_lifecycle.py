@@ -76,6 +76,29 @@ def test_a_client_that_leaves_frees_its_blocks(stream: bool, n: int):
         assert server.complete(max_tokens=1).status == 200
 
 
+@pytest.mark.parametrize("ahead", [b"\r\n", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"])
+def test_a_client_that_has_sent_more_is_missed_all_the_same(ahead: bytes):
+    with serving(slow_engine) as server:
+        connection = begin(server)
+        server.wait_until(lambda: bool(server.get("/v1/stats").json["requests"]))
+        for each in (ahead, ahead):
+            connection.sendall(each)
+            steps = server.num_steps()
+            server.wait_until(lambda steps=steps: server.num_steps() > steps + 2)
+        connection.close()
+        server.assert_idle()
+        stats = server.get("/v1/stats").json["engine"]
+        assert stats["num_output_tokens"] < BUSY["max_tokens"]
+
+
+def test_a_request_sent_ahead_is_answered_in_its_turn():
+    with serving() as server, begin(server, max_tokens=20) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        data = read_until(connection, b'"ready"')
+        assert data.count(b"HTTP/1.1 200") == 2
+        assert data.index(b"text_completion") < data.index(b'"ready"')
+
+
 def test_a_client_may_leave_while_it_waits_for_blocks():
     with serving(lambda: slow_engine(num_blocks=64), keep_alive_s=0.02) as server:
         first = begin(server, prompt="x" * 100, max_tokens=140, stream=True)
