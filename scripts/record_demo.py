@@ -36,7 +36,7 @@ _WAIT_S = 300.0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser = argparse.ArgumentParser(description="Pictures of the chat.")
     parser.add_argument("--to", type=Path, required=True, help="folder of the pictures")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--demo", action="store_true", help="no model; a scripted client")

@@ -15,6 +15,7 @@ from pagedmlx.errors import readable_bytes
 _BARS = " ▁▂▃▄▅▆▇█"
 _WINDOW_S = 1.5
 _SAMPLE_S = 0.5
+_REFRESH_S = 0.4
 _MAX_SAMPLES = 200
 
 
@@ -65,6 +66,7 @@ class Gauges(Widget):
         super().__init__()
         self.rates = Rates()
         self.ttft_s: float | None = None
+        self._refreshed_s = float("-inf")
         self._stats = EngineStats()
         self._savings = Savings(0, 0, 0)
 
@@ -73,7 +75,10 @@ class Gauges(Widget):
         assert history.snapshot is not None
         self._stats, self._savings = history.snapshot.stats, savings
         self.rates.add(self._stats, now_s)
-        self.refresh()
+        # Nobody reads numbers ten times a second.
+        if now_s - self._refreshed_s >= _REFRESH_S:
+            self._refreshed_s = now_s
+            self.refresh()
 
     def render(self) -> Content:
         """The lines that there is room for."""

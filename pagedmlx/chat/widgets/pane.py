@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -24,8 +25,9 @@ from pagedmlx.chat.widgets.message import MessageView
 from pagedmlx.chat.widgets.prompt import Prompt
 from pagedmlx.chat.widgets.transcript import Transcript
 
-_FRAME_S = 0.08
-"""Often enough to read along, seldom enough to leave the processor to the model."""
+_FRAME_S, _MAX_FRAME_S = 0.08, 0.5
+_FRAME_SHARE = 0.08
+"""Part of a core that the screen may take from the model; a slow machine draws less often."""
 
 _TITLE_LENGTH = 18
 
@@ -258,10 +260,14 @@ class ConversationPane(TabPane):
 
     async def _draw_frames(self) -> None:
         while True:
-            await asyncio.sleep(_FRAME_S)
+            began_s, used_s = time.monotonic(), time.thread_time()
             # A hidden conversation is drawn when it is looked at.
             if self.display:
                 await self.draw()
+            await asyncio.sleep(_FRAME_S)
+            # All that this thread did meanwhile: the text, its layout and the block map.
+            wanted_s = min(_MAX_FRAME_S, (time.thread_time() - used_s) / _FRAME_SHARE)
+            await asyncio.sleep(max(0.0, began_s + wanted_s - time.monotonic()))
 
     async def draw(self) -> None:
         """Show what has come since the last time."""
