@@ -13,6 +13,8 @@ _MOST = 4.0
 class PrefillPace:
     """Learns from the steps' times how long prompt tokens take, beside steps that only decode.
 
+    Steps may always come to take twice as long as one that only decodes.
+
     A step is taken to last as long as one that only decodes, and then so much for each prompt
     token. Whatever else it costs goes into the latter, which settles at the right number all the
     same, because the next step has about as many tokens.
@@ -48,7 +50,9 @@ class PrefillPace:
         """Prompt tokens of the next step that other sequences must wait for."""
         if not self._token_s:
             return self._least
-        fitting = int((self._target_s - self._decode_s) / self._token_s)
+        # Where steps are as slow without prompts, prompts would wait long to gain streams little.
+        target_s = max(self._target_s, 2 * self._decode_s)
+        fitting = int((target_s - self._decode_s) / self._token_s)
         # Nobody knows yet what a much larger step would cost.
         return max(self._least, min(fitting, 2 * self._most_seen))
 
