@@ -1,4 +1,4 @@
-"""What the chat costs: throughput with the map at 10 Hz against without, and a long answer's frames.
+"""What the chat costs: throughput with the map at 10 Hz and without, and frames of a long answer.
 
     python scripts/bench_chat.py --json FILE [--model smollm2] [--pairs 7] [--tokens 96]
 
