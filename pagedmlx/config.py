@@ -109,7 +109,6 @@ class EngineConfig:
                 "gpu_memory_utilization", f"{share!r} must be above 0 and at most 1"
             )
 
-
     def for_streams(self) -> EngineConfig:
         """The same for people who watch answers come, as with a server or a chat."""
         if self.max_stream_gap_ms is not None:
