@@ -5,23 +5,49 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from pagedmlx.engine.inputs import PreparedJob
+from pagedmlx.engine.outputs import Job
 from pagedmlx.errors import InvalidRequestError
 from pagedmlx.server.body import read_json
 from pagedmlx.server.errors import JsonResponse
 from pagedmlx.server.fields import renamed_error
+from pagedmlx.server.format import Format, Head
 from pagedmlx.server.generation import Generation
 from pagedmlx.server.service import Service, logger
 from pagedmlx.server.streaming import EventStream
-from pagedmlx.server.writer import Ask, Usage, Writer, whole_pieces
+from pagedmlx.server.writer import Piece, Usage, whole_pieces
 
 _MAX_NAMED = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request as its endpoint has understood it.
+
+    Attributes:
+        id_prefix: The answer's id begins with it.
+        jobs: One for each prompt.
+        model: The name that the answer carries.
+        format: Makes what shapes the answer, once the jobs have been prepared.
+        stream: Whether it is sent as it grows.
+        unknown: Fields that nobody knows.
+        renamed: What the request calls fields that the engine's errors name.
+    """
+
+    id_prefix: str
+    jobs: tuple[Job, ...]
+    model: str
+    format: Callable[[Head, Sequence[PreparedJob]], Format]
+    stream: bool
+    unknown: tuple[str, ...] = ()
+    renamed: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 async def answer(request: Request, read: Callable[[dict[str, Any], Service], Ask]) -> Response:
@@ -51,34 +77,24 @@ async def answer(request: Request, read: Callable[[dict[str, Any], Service], Ask
     service.add(generation)
     is_handed_over = False
     try:
-        answer_id = f"{ask.id_prefix}-{uuid.uuid4().hex}"
+        answer_id = f"{ask.id_prefix}{uuid.uuid4().hex}"
         await _start(generation, ask, answer_id)
-        writer = ask.writer(generation.prepared)
-        head = {
-            "id": answer_id,
-            "object": writer.chunk_kind if ask.stream else writer.kind,
-            "created": int(time.time()),
-            "model": ask.model,
-        }
         usage = Usage(generation.prepared)
         request.state.note.update(id=answer_id, usage=usage)
+        format = ask.format(
+            Head(answer_id, int(time.time()), ask.model, usage), generation.prepared
+        )
         headers = _headers(ask.unknown)
         if ask.stream:
             stream = EventStream(
-                generation,
-                writer,
-                usage,
-                head,
-                include_usage=ask.include_usage,
-                settings=service.settings,
-                headers=headers,
+                generation, format, usage, settings=service.settings, headers=headers
             )
             is_handed_over = True
             return stream
-        whole = await _whole(generation, writer, usage)
+        pieces = await _whole(generation, usage)
         if service.settings.log_contents:
-            logger.info("answered: %s", json.dumps(whole["choices"]))
-        return JsonResponse(head | whole, headers=headers)
+            logger.info("answered: %s", json.dumps({each.index: each.text for each in pieces}))
+        return JsonResponse(format.whole(pieces), headers=headers)
     finally:
         if not is_handed_over:
             generation.close()
@@ -93,16 +109,14 @@ async def _start(generation: Generation, ask: Ask, answer_id: str) -> None:
         raise renamed_error(error, ask.renamed) from error
 
 
-async def _whole(generation: Generation, writer: Writer, usage: Usage) -> dict[str, Any]:
+async def _whole(generation: Generation, usage: Usage) -> list[Piece]:
     collectors = [each.collector() for each in generation.prepared]
     while not generation.is_finished:
         found = await generation.next()
         if found is not None:
             usage.note(*found)
             collectors[found[0]].add(found[1])
-    pieces = whole_pieces([each.output() for each in collectors])
-    choices = [writer.choice(piece) for piece in pieces]
-    return {"choices": choices, "usage": usage.as_json(), **writer.extras(pieces)}
+    return whole_pieces([each.output() for each in collectors])
 
 
 def _headers(unknown: Sequence[str]) -> dict[str, str]:

@@ -12,7 +12,8 @@ from starlette.responses import Response
 from pagedmlx.core.sampling_params import MAX_LOGPROBS
 from pagedmlx.engine.outputs import Job
 from pagedmlx.errors import InvalidRequestError
-from pagedmlx.server.answer import answer
+from pagedmlx.server.answer import Ask, answer
+from pagedmlx.server.choices import choice_format
 from pagedmlx.server.fields import (
     CHAT_FIELDS,
     include_usage,
@@ -23,7 +24,7 @@ from pagedmlx.server.fields import (
 )
 from pagedmlx.server.logprobs import chat_logprobs, prompt_logprobs
 from pagedmlx.server.service import Service
-from pagedmlx.server.writer import Ask, Piece
+from pagedmlx.server.writer import Piece
 
 
 async def chat_completions(request: Request) -> Response:
@@ -56,12 +57,13 @@ def _read(body: dict[str, Any], service: Service) -> Ask:
         chat_template_kwargs=typed(values, "chat_template_kwargs", dict, {}),
     )
     return Ask(
-        id_prefix="chatcmpl",
+        id_prefix="chatcmpl-",
         jobs=(job,),
         model=model,
-        writer=lambda _prepared: ChatWriter(),
+        format=choice_format(
+            lambda _prepared: ChatWriter(), include_usage=include_usage(values, stream=stream)
+        ),
         stream=stream,
-        include_usage=include_usage(values, stream=stream),
         unknown=unknown,
         renamed=renamed,
     )

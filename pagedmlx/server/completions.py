@@ -12,7 +12,8 @@ from starlette.responses import Response
 from pagedmlx.engine.inputs import PreparedJob
 from pagedmlx.engine.outputs import Job, PositionLogprobs
 from pagedmlx.errors import InvalidRequestError
-from pagedmlx.server.answer import answer
+from pagedmlx.server.answer import Ask, answer
+from pagedmlx.server.choices import choice_format
 from pagedmlx.server.fields import (
     COMPLETION_FIELDS,
     include_usage,
@@ -23,7 +24,7 @@ from pagedmlx.server.fields import (
 )
 from pagedmlx.server.logprobs import completion_logprobs, prompt_logprobs
 from pagedmlx.server.service import Service
-from pagedmlx.server.writer import Ask, Piece
+from pagedmlx.server.writer import Piece
 from pagedmlx.text.tokenizer import Tokenizer
 
 MAX_PROMPTS = 128
@@ -80,12 +81,11 @@ def _read(body: dict[str, Any], service: Service) -> Ask:
         )
 
     return Ask(
-        id_prefix="cmpl",
+        id_prefix="cmpl-",
         jobs=jobs,
         model=model,
-        writer=writer,
+        format=choice_format(writer, include_usage=include_usage(values, stream=stream)),
         stream=stream,
-        include_usage=include_usage(values, stream=stream),
         unknown=unknown,
         renamed={"prompt_token_ids": "prompt"},
     )

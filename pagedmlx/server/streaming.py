@@ -1,4 +1,4 @@
-"""Server-sent events: an answer as it grows, comments while nothing comes, one ``[DONE]``."""
+"""Server-sent events: an answer as it grows, and signs of life while nothing comes."""
 
 from __future__ import annotations
 
@@ -6,34 +6,27 @@ import asyncio
 import json
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from pagedmlx.engine.outputs import OutputEvent
 from pagedmlx.errors import PagedMLXError
-from pagedmlx.server.errors import ClientGoneError, error_body, to_json
+from pagedmlx.server.errors import ClientGoneError
+from pagedmlx.server.format import Format
 from pagedmlx.server.generation import Generation
 from pagedmlx.server.service import logger
 from pagedmlx.server.settings import ServerSettings
-from pagedmlx.server.writer import Pieces, Usage, Writer
-
-_DONE = b"data: [DONE]\n\n"
-_KEEP_ALIVE = b": keep-alive\n\n"
+from pagedmlx.server.writer import Pieces, Usage
 
 
 class EventStream(Response):
     """Sends a generation's events; the headers go out at once.
 
-    An error after that is an event with ``error``, and no ``[DONE]`` follows it.
-
     Args:
         generation: Has started; it is closed here.
-        writer: Shapes it.
+        format: Shapes its events, an error after the headers too.
         usage: Counts its tokens.
-        head: What each event begins with.
-        include_usage: End with a chunk of token counts.
         settings: The endpoint's.
         headers: Further headers.
     """
@@ -43,11 +36,9 @@ class EventStream(Response):
     def __init__(
         self,
         generation: Generation,
-        writer: Writer,
+        format: Format,
         usage: Usage,
-        head: Mapping[str, Any],
         *,
-        include_usage: bool,
         settings: ServerSettings,
         headers: Mapping[str, str],
     ) -> None:
@@ -55,10 +46,8 @@ class EventStream(Response):
         self.background = None
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
         self._generation = generation
-        self._writer = writer
+        self._format = format
         self._usage = usage
-        self._head = head
-        self._include_usage = include_usage
         self._settings = settings
         self._pieces = Pieces(generation.prepared)
         self._last_s = 0.0
@@ -68,15 +57,14 @@ class EventStream(Response):
         """Send all of it."""
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            # A comment brings the headers through whatever waits for a first byte.
-            await self._send(send, _KEEP_ALIVE)
+            await self._send(send, self._format.begin())
             try:
                 while not self._generation.is_finished:
                     await self._send(send, await self._next())
-                await self._send(send, self._end(), more=False)
+                await self._send(send, self._format.end(), more=False)
             except PagedMLXError as error:
                 scope["state"]["note"].update(error=str(error))
-                await self._send(send, _event(error_body(error)), more=False)
+                await self._send(send, self._format.error(error), more=False)
         except ClientGoneError:
             scope["state"]["note"].update(error="the client left")
         finally:
@@ -88,7 +76,7 @@ class EventStream(Response):
         """The next events, as many as are there already."""
         found = await self._generation.next(self._settings.keep_alive_s)
         if found is None:
-            return _KEEP_ALIVE
+            return self._format.keep_alive()
         data = list(self._events(*found))
         while self._generation.has_more:
             more = await self._generation.next()
@@ -101,17 +89,7 @@ class EventStream(Response):
         for piece in self._pieces.take(job, event):
             if self._settings.log_contents:
                 self._texts[piece.index] = self._texts.get(piece.index, "") + piece.text
-            for choice in self._writer.chunks(piece):
-                yield self._chunk([choice])
-
-    def _end(self) -> bytes:
-        if not self._include_usage:
-            return _DONE
-        return self._chunk([], self._usage.as_json()) + _DONE
-
-    def _chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
-        body = {**self._head, "choices": choices}
-        return _event({**body, "usage": usage} if self._include_usage else body)
+            yield self._format.piece(piece)
 
     async def _send(self, send: Send, data: bytes, *, more: bool = True) -> None:
         now = time.monotonic()
@@ -119,14 +97,10 @@ class EventStream(Response):
             # Tokens came that show no text yet.
             if now - self._last_s < self._settings.keep_alive_s:
                 return
-            data = _KEEP_ALIVE
+            data = self._format.keep_alive()
         self._last_s = now
         try:
             async with asyncio.timeout(self._settings.send_timeout_s):
                 await send({"type": "http.response.body", "body": data, "more_body": more})
         except TimeoutError as error:
             raise ClientGoneError from error
-
-
-def _event(body: Mapping[str, Any]) -> bytes:
-    return b"data: " + to_json(body) + b"\n\n"

@@ -1,14 +1,13 @@
-"""What chat and completions differ in once the engine answers: Writer, and what it is given."""
+"""Pieces of answers, their token counts, and Writer: what chat and completions differ in."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 from pagedmlx.engine.inputs import PreparedJob
 from pagedmlx.engine.outputs import (
-    Job,
     OutputEvent,
     PositionLogprobs,
     RequestOutput,
@@ -42,7 +41,7 @@ class Piece:
 
 
 class Writer(Protocol):
-    """Writes answers in the shape of one endpoint.
+    """Writes choices in the shape of one endpoint.
 
     Attributes:
         kind: The ``object`` of a whole answer.
@@ -63,31 +62,6 @@ class Writer(Protocol):
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
         """The choice, as one or several chunks of a stream show it."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """A request as its endpoint has understood it.
-
-    Attributes:
-        id_prefix: The answer's id begins with it.
-        jobs: One for each prompt.
-        model: The name that the answer carries.
-        writer: Makes what writes the answer, once the jobs have been prepared.
-        stream: Whether it is sent as it grows.
-        include_usage: Whether a stream ends with token counts.
-        unknown: Fields that nobody knows.
-        renamed: What the request calls fields that the engine's errors name.
-    """
-
-    id_prefix: str
-    jobs: tuple[Job, ...]
-    model: str
-    writer: Callable[[Sequence[PreparedJob]], Writer]
-    stream: bool
-    include_usage: bool
-    unknown: tuple[str, ...]
-    renamed: Mapping[str, str]
 
 
 def whole_pieces(outputs: Sequence[RequestOutput]) -> list[Piece]:
