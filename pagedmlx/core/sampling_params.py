@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import cast
 
+from pagedmlx.core.structured import StructuredOutputs
 from pagedmlx.errors import InvalidRequestError
 
 MAX_N = 64
@@ -48,6 +49,9 @@ class SamplingParams:
         include_stop_str_in_output: Leave what ended the output in the text, string or token.
         ignore_eos: Go on after the model's end-of-sequence tokens.
         skip_special_tokens: Leave special tokens out of the text.
+        structured: A grammar that the output follows. The model's end is chosen only where the
+            grammar is satisfied, and the output ends where it allows nothing more, whatever
+            ``ignore_eos`` and ``min_tokens`` say. Stop strings and tokens end it in the middle.
 
     Raises:
         InvalidRequestError: A value is of the wrong type or out of its range.
@@ -74,6 +78,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    structured: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         _check_int("n", self.n, 1, MAX_N)
@@ -104,6 +109,11 @@ class SamplingParams:
         for field in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, field), bool):
                 raise InvalidRequestError(field, f"{getattr(self, field)!r} is not true or false")
+        structured: object = self.structured
+        if structured is not None and not isinstance(structured, StructuredOutputs):
+            raise InvalidRequestError(
+                "structured", f"{type(structured).__name__} is not a StructuredOutputs"
+            )
 
     @property
     def is_greedy(self) -> bool:
