@@ -35,6 +35,7 @@ from tests.support.tokenizers import byte_ids
 
 REPOSITORY = Path(__file__).parents[1]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+WAIT_S = 60.0
 FakeLLM = Callable[..., LLM]
 Python = Callable[..., subprocess.Popen[str]]
 
@@ -65,7 +66,7 @@ def jobs(count: int, max_tokens: int = 12) -> Iterator[Job]:
 
 def assert_llm_idle(llm: LLM) -> None:
     engine = llm._worker.engine
-    llm._worker.call(lambda: assert_idle(engine)).result(20)
+    llm._worker.call(lambda: assert_idle(engine)).result(WAIT_S)
     assert not llm._worker._subscribers
 
 
@@ -168,7 +169,7 @@ def test_streamed_deltas_join_to_the_text(fake: FakeLLM):
 
 
 def test_leaving_a_stream_aborts_it(fake: FakeLLM):
-    llm = fake(FakeRunner(before_step=lambda _step: time.sleep(0.002)))
+    llm = fake(FakeRunner(before_step=lambda _step: time.sleep(0.02)))
     stream = llm.stream("hello", replace(GREEDY, max_tokens=200, n=2))
     next(stream)
     stream.close()
@@ -231,9 +232,12 @@ def test_refused_jobs_are_told_and_the_others_go_on(fake: FakeLLM):
         yield Job(prompt="a", request_id="a", sampling_params=GREEDY)
         yield Job(prompt="b", request_id="big", sampling_params=replace(GREEDY, max_tokens=300))
         yield Job(prompt="a", request_id="a", sampling_params=GREEDY)
+        # Until here the first of that name is still under way.
+        go_on.set()
         yield Job(prompt="c", request_id="c", sampling_params=GREEDY)
 
-    llm = fake(FakeRunner(before_step=lambda _step: time.sleep(0.005)))
+    go_on = threading.Event()
+    llm = fake(FakeRunner(before_step=lambda _step: go_on.wait(WAIT_S)))
     outputs = list(llm.generate_iter(mixed()))
     errors = {o.request_id: type(o.error) for o in outputs if o.error is not None}
     assert errors == {
@@ -257,7 +261,7 @@ def test_a_full_queue_only_makes_jobs_wait(fake: FakeLLM):
 def test_a_queue_that_others_fill_is_told_when_nothing_of_ours_runs(fake: FakeLLM):
     gate = threading.Event()
     llm = fake(
-        FakeRunner(before_step=lambda _step: gate.wait(20)), max_num_waiting=1, max_num_seqs=1
+        FakeRunner(before_step=lambda _step: gate.wait(WAIT_S)), max_num_waiting=1, max_num_seqs=1
     )
     first, second = llm.stream("first", GREEDY), llm.stream("second", GREEDY)
     commands = llm._worker._commands
@@ -269,15 +273,15 @@ def test_a_queue_that_others_fill_is_told_when_nothing_of_ours_runs(fake: FakeLL
         late = threads.submit(lambda: list(llm.generate_iter(jobs(3))))
         _wait_for(lambda: commands.qsize() == 4)
         gate.set()
-        assert all(other.result(20)[-1].finished for other in others)
-        outputs = late.result(20)
+        assert all(other.result(WAIT_S)[-1].finished for other in others)
+        outputs = late.result(WAIT_S)
     assert len(outputs) == 3
     assert isinstance(outputs[0].error, QueueFullError)
     assert_llm_idle(llm)
 
 
 def _wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + WAIT_S
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -331,20 +335,21 @@ def test_a_closed_llm_refuses_and_closes_again(fake: FakeLLM):
 
 
 def test_closing_from_another_thread_ends_a_running_call(fake: FakeLLM):
-    runner = FakeRunner(before_step=lambda _step: time.sleep(0.002))
+    runner = FakeRunner(before_step=lambda _step: time.sleep(0.02))
     llm = fake(runner)
     with ThreadPoolExecutor(1) as threads:
         call = threads.submit(llm.generate, "a", replace(GREEDY, max_tokens=200))
         _wait_for(lambda: bool(runner.scheduled))
         llm.close()
-        (output,) = call.result(20)
+        (output,) = call.result(WAIT_S)
     assert output.outputs[0].finish_reason == "abort"
 
 
 def test_a_load_that_fails_leaves_no_thread():
+    before = set(threading.enumerate())
     with pytest.raises(ModelNotFoundError):
         LLM("/nowhere/at/all")
-    assert "pagedmlx-engine" not in [thread.name for thread in threading.enumerate()]
+    _wait_for(lambda: set(threading.enumerate()) <= before)
 
 
 # Real threads, streams and processes.
@@ -376,12 +381,18 @@ def python() -> Iterator[Python]:
 
 
 SETUP = """
-import signal, sys, time
+import signal, sys, threading, time
 from pagedmlx import LLM, SamplingParams
 # A shell's background jobs, and all that they start, ignore it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 def load():
     return LLM(sys.argv[1], num_blocks=32)
+def tell_when_busy(llm):
+    def watch():
+        while not llm.stats().num_running:
+            time.sleep(0.01)
+        print('busy', flush=True)
+    threading.Thread(target=watch, daemon=True).start()
 """
 
 
@@ -415,7 +426,7 @@ def test_a_process_that_never_closes_exits_cleanly(
     python: Python, tmp_path: Path, code: str, expected: str
 ):
     process = python(SETUP + code, save_tiny_folder(tmp_path / "model"))
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=WAIT_S)
     assert (process.returncode, out, err) == (0, expected, "")
 
 
@@ -434,7 +445,7 @@ def test_a_forked_process_is_refused_and_its_parent_goes_on(python: Python, fold
         "os.wait()\n"
         "print(len(llm.generate('a')))\n"
     )
-    out, err = python(code, folder).communicate(timeout=60)
+    out, err = python(code, folder).communicate(timeout=WAIT_S)
     assert (out, err) == ("the engine's thread is not in this process\n1\n", "")
 
 
@@ -442,8 +453,8 @@ def test_ctrl_c_ends_a_call_and_the_process(python: Python, folder: Path):
     code = SETUP + (
         "llm = load()\n"
         "params = SamplingParams(max_tokens=400, ignore_eos=True)\n"
-        "print('ready', flush=True)\n"
         "try:\n"
+        "    tell_when_busy(llm)\n"
         "    while True: llm.generate(['a'] * 8, params)\n"
         "except KeyboardInterrupt:\n"
         "    llm.check_integrity()\n"
@@ -453,24 +464,22 @@ def test_ctrl_c_ends_a_call_and_the_process(python: Python, folder: Path):
     )
     process = python(code, folder)
     assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    time.sleep(0.3)
+    assert process.stdout.readline() == "busy\n"
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=10)
+    out, err = process.communicate(timeout=WAIT_S)
     assert (process.returncode, out, err) == (0, "interrupted\n", "")
 
 
 def test_ctrl_c_that_nobody_catches_ends_the_process(python: Python, folder: Path):
     code = SETUP + (
-        "llm = load()\nprint('ready', flush=True)\n"
+        "llm = load()\ntell_when_busy(llm)\n"
         "while True: llm.generate(['a'] * 8, SamplingParams(max_tokens=400, ignore_eos=True))\n"
     )
     process = python(code, folder)
     assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    time.sleep(0.3)
+    assert process.stdout.readline() == "busy\n"
     process.send_signal(signal.SIGINT)
-    _out, err = process.communicate(timeout=10)
+    _out, err = process.communicate(timeout=WAIT_S)
     assert process.returncode == -signal.SIGINT
     assert err.rstrip().endswith("KeyboardInterrupt")
 

@@ -29,11 +29,12 @@ from tests.support.engines import FakeRunner, assert_idle, make_engine, run_job
 
 pytestmark = pytest.mark.usefixtures("depth")
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def slowly(_step: Step) -> None:
-    time.sleep(0.002)
+    # Long requests must still run when a busy machine gets round to what a test does next.
+    time.sleep(0.02)
 
 
 def job(prompt: str = "hello", max_tokens: int = 12, **params: Any) -> Job:
@@ -117,23 +118,26 @@ def test_cancelling_the_task_aborts_wherever_the_request_is(delay_s: float):
 
 def test_cancelling_while_the_prompt_is_tokenized_never_submits_it():
     async def main() -> None:
-        tokenizing, go_on = threading.Event(), threading.Event()
+        tokenizing, go_on, done = threading.Event(), threading.Event(), threading.Event()
         engine = await started()
         prepare = engine._worker.prepare
 
         def slow(job: Job) -> Any:
             tokenizing.set()
             assert go_on.wait(WAIT_S)
-            return prepare(job)
+            try:
+                return prepare(job)
+            finally:
+                done.set()
 
         engine._worker.prepare = slow  # type: ignore[method-assign]
         task = asyncio.create_task(collect(engine, job()))
-        await asyncio.to_thread(tokenizing.wait, WAIT_S)
+        assert await asyncio.to_thread(tokenizing.wait, WAIT_S)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         go_on.set()
-        await asyncio.sleep(0.02)
+        assert await asyncio.to_thread(done.wait, WAIT_S)
         assert (await engine.stats()).num_requests == 0
         await engine.close()
 
@@ -193,10 +197,11 @@ def test_when_the_loop_fails_every_stream_ends_with_that_error():
 def test_closing_ends_open_streams_with_abort_and_refuses_new_ones():
     async def main() -> None:
         engine = await started(lambda: make_engine(FakeRunner(before_step=slowly)))
-        task = asyncio.create_task(collect(engine, job(max_tokens=200)))
-        await asyncio.sleep(0.02)
+        stream = engine.generate(job(max_tokens=200))
+        await anext(stream)
         await engine.close()
-        outputs = await asyncio.wait_for(task, WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            outputs = [output async for output in stream]
         assert outputs[-1].outputs[0].finish_reason == "abort"
         await engine.close()
         with pytest.raises(EngineClosedError):
@@ -209,6 +214,8 @@ def test_a_load_that_fails_raises_and_leaves_no_thread():
     def fail() -> Engine:
         raise ModelLoadError("no weights")
 
+    before = set(threading.enumerate())
+
     async def main() -> None:
         with pytest.raises(ModelLoadError, match="no weights"):
             await started(fail)
@@ -216,7 +223,8 @@ def test_a_load_that_fails_raises_and_leaves_no_thread():
             await AsyncEngine.start(model="/nowhere/at/all")
 
     asyncio.run(main())
-    assert not [t for t in threading.enumerate() if t.name == "pagedmlx-engine" and _lingers(t)]
+    new = set(threading.enumerate()) - before
+    assert not [thread for thread in new if thread.name == "pagedmlx-engine" and _lingers(thread)]
 
 
 def _lingers(thread: threading.Thread) -> bool:
@@ -237,7 +245,7 @@ def test_cancelling_the_start_ends_the_loading():
 
     async def main() -> None:
         task = asyncio.create_task(AsyncEngine.from_worker(worker))
-        await asyncio.to_thread(loading.wait, WAIT_S)
+        assert await asyncio.to_thread(loading.wait, WAIT_S)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -265,8 +273,9 @@ def test_no_task_is_left_behind():
             await collect(engine, job())
             async with aclosing(engine.generate(job())) as outputs:
                 await anext(outputs)
-            await asyncio.sleep(0)
-            assert asyncio.all_tasks() == {asyncio.current_task()}
+            async with asyncio.timeout(WAIT_S):
+                while asyncio.all_tasks() != {asyncio.current_task()}:
+                    await asyncio.sleep(0.001)
 
     asyncio.run(main(), debug=True)
 

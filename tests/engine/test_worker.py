@@ -29,7 +29,7 @@ from tests.support.engines import FakeRunner, assert_idle, make_engine
 
 pytestmark = pytest.mark.usefixtures("depth")
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 Start = Callable[..., EngineWorker]
 
 

@@ -128,8 +128,8 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
                 self.close_connection = True
                 return
             if name in hub.slow:
-                for start in range(half, len(data), 1000):
-                    self.wfile.write(data[start : start + 1000])
+                for start in range(half, len(data), 200):
+                    self.wfile.write(data[start : start + 200])
                     time.sleep(0.1)
             else:
                 self.wfile.write(data[half:])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +20,7 @@ from pagedmlx.server.service import Service
 from pagedmlx.server.settings import ServerSettings
 from tests.support.engines import assert_idle, make_engine
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 MODEL = "owner/tiny"
 
 
@@ -121,11 +122,18 @@ class RunningServer:
 
 @contextmanager
 def serving(
-    build: Callable[[], Engine] = make_engine, *, wait: bool = True, **settings: Any
+    build: Callable[[], Engine] = make_engine,
+    *,
+    wait: bool = True,
+    send_buffer_bytes: int | None = None,
+    **settings: Any,
 ) -> Iterator[RunningServer]:
-    """Serve an engine until the context ends."""
+    """Serve an engine until the context ends; ``send_buffer_bytes`` is the system's, of each."""
     chosen = ServerSettings(**{"port": 0, **settings})
     sockets = listen(chosen)
+    if send_buffer_bytes is not None:
+        for each in sockets:
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
     service = Service(MODEL, chosen)
     worker = EngineWorker(lambda _report: build())
     begun: list[Callable[[float], None]] = []
