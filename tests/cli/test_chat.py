@@ -99,17 +99,24 @@ class Terminal:
     def end(self) -> int:
         """Read until the program has ended; its exit code."""
         while self.process.poll() is None:
-            self._read(0.05)
-        self._read(0.2)
+            if not self._read(0.05):
+                time.sleep(0.01)
+        # What it wrote last is still on its way, in more than one piece perhaps.
+        while self._read(30.0):
+            pass
         os.close(self._master)
         return self.process.returncode
 
-    def _read(self, wait_s: float) -> None:
-        if select.select([self._master], [], [], wait_s)[0]:
-            try:
-                self.seen += os.read(self._master, 65536)
-            except OSError:
-                time.sleep(wait_s)
+    def _read(self, wait_s: float) -> bool:
+        """Read a piece if one comes in time; False too when nobody can write any more."""
+        if not select.select([self._master], [], [], wait_s)[0]:
+            return False
+        try:
+            part = os.read(self._master, 65536)
+        except OSError:
+            part = b""
+        self.seen += part
+        return bool(part)
 
 
 @pytest.mark.parametrize("ending", ["quit", "SIGTERM", "SIGHUP"])

@@ -28,12 +28,13 @@ from tests.support.engines import FakeRunner, make_engine
 hub.resolve = lambda *_: None
 load.load_engine = lambda config, report: (
     report("loading", None),
-    time.sleep(60 if "slow" in config.model else 0),
-    make_engine(FakeRunner(before_step=lambda step: time.sleep(0.02)), num_blocks=256),
+    time.sleep(600 if "slow" in config.model else 0),
+    make_engine(FakeRunner(before_step=lambda step: time.sleep(0.05)), num_blocks=256),
 )[-1]
 from pagedmlx.cli.app import main
 main()
 """
+WAIT_S = 60.0
 Serve = Callable[..., "subprocess.Popen[str]"]
 
 
@@ -73,23 +74,25 @@ def port_of(process: subprocess.Popen[str]) -> int:
     return int(wait_for(process, "serving ").rpartition(":")[2].partition("/")[0])
 
 
-def stream_from(port: int) -> socket.socket:
-    body = b'{"prompt": "x", "max_tokens": 400, "stream": true}'
-    connection = socket.create_connection(("127.0.0.1", port), timeout=20)
+def stream_from(port: int, max_tokens: int = 400) -> socket.socket:
+    body = b'{"prompt": "x", "max_tokens": %d, "stream": true}' % max_tokens
+    connection = socket.create_connection(("127.0.0.1", port), timeout=WAIT_S)
     connection.sendall(
         b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         b"Content-Length: %d\r\n\r\n" % len(body) + body
     )
     data = b""
     while b"data: " not in data:
-        data += connection.recv(4096)
+        part = connection.recv(4096)
+        assert part, data
+        data += part
     return connection
 
 
 def test_a_taken_port_is_told_before_anything_is_loaded(serve: Serve):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         process = serve("slow", "--port", str(taken.getsockname()[1]))
-        _, err = process.communicate(timeout=20)
+        _, err = process.communicate(timeout=WAIT_S)
     assert process.returncode == 1
     assert f"port {taken_port(err)}" in err
     assert "hint:" in err
@@ -144,25 +147,25 @@ def test_a_signal_ends_an_idle_server(serve: Serve, number: int, code: int):
     process = serve("m", "--port", "0")
     port = port_of(process)
     process.send_signal(number)
-    process.communicate(timeout=20)
+    process.communicate(timeout=WAIT_S)
     assert process.returncode == code
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port))
 
 
 def test_sigterm_lets_streams_finish_and_ctrl_c_does_not(serve: Serve):
-    for number, code, end in (
-        (signal.SIGTERM, 143, b"[DONE]"),
-        (signal.SIGINT, 130, b"server_stopping"),
+    for number, code, max_tokens, end in (
+        (signal.SIGTERM, 143, 40, b"[DONE]"),
+        (signal.SIGINT, 130, 400, b"server_stopping"),
     ):
         process = serve("m", "--port", "0")
-        with stream_from(port_of(process)) as connection:
+        with stream_from(port_of(process), max_tokens) as connection:
             process.send_signal(number)
             data = b""
             while part := connection.recv(65536):
                 data += part
         assert end in data
-        process.communicate(timeout=20)
+        process.communicate(timeout=WAIT_S)
         assert process.returncode == code
 
 
@@ -174,7 +177,7 @@ def test_a_second_signal_ends_at_once(serve: Serve):
         while urllib_status(port, "/ready") == 200:
             time.sleep(0.01)
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=20)
+        process.communicate(timeout=WAIT_S)
     assert process.returncode == 130
 
 
@@ -182,13 +185,13 @@ def test_ctrl_c_ends_a_server_that_still_loads(serve: Serve):
     process = serve("slow", "--port", "0")
     wait_for(process, "loading")
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=20)
+    process.communicate(timeout=WAIT_S)
     assert process.returncode == 130
 
 
 def urllib_status(port: int, path: str) -> int:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=20) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=WAIT_S) as answer:
             return answer.status
     except urllib.error.HTTPError as error:
         with error:
