@@ -77,6 +77,7 @@ class Counters:
             num_output_tokens=self.num_output_tokens,
             waste_slots=sum(_waste_slots(sequence, kv.block_size) for sequence in running),
             max_waste_slots=self.max_waste_slots,
+            num_waiting_steps=steps,
             mean_fill_while_waiting=self.waiting_fill / steps if steps else None,
         )
 

@@ -10,8 +10,9 @@ phases: a sequence simply has more known tokens than computed ones. The policy, 
   first prompt shares what there is with the others. One that can't get its next block takes the
   blocks of the last one in order, which then waits with its tokens kept.
 - Then waiting ones are admitted in order, as long as all their known tokens fit beside what
-  running prompts still need. One that doesn't fit may be passed by later ones, but only
-  ``max_overtakes`` times; then nothing passes it until it fits.
+  running prompts still need and a block for each running sequence to grow into. One that doesn't
+  fit may be passed by later ones, but only ``max_overtakes`` times; then nothing passes it until
+  it fits.
 - A sequence whose next block is being computed by a step under way waits for that step and then
   shares it, so that a burst with one system prompt computes it once.
 - The n outputs of a request fork from the first one's blocks once its prompt is there.
@@ -273,8 +274,8 @@ class Scheduler:
                 break
             if any(s.num_overtaken >= self._config.max_overtakes for s in blocked):
                 break
-            # With something running, leave it one block to grow into.
-            keep = promised + 1 if self.running else 0
+            # Each that runs keeps a block to grow into, else it would soon preempt who came last.
+            keep = promised + len(self.running)
             # Whatever it shares, it needs a block of its own. A step never both takes a sequence's
             # blocks and runs it, and all tokens of one that starts must be known.
             if (

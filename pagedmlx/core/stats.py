@@ -36,8 +36,9 @@ class EngineStats:
         num_output_tokens: Tokens generated.
         waste_slots: Slots allocated to live sequences and not filled, now.
         max_waste_slots: Most unfilled slots that one sequence had after any step.
-        mean_fill_while_waiting: Used blocks over all blocks, mean over the steps in which some
-            sequence waited for blocks; None when none ever did.
+        num_waiting_steps: Steps in which some sequence waited for blocks.
+        mean_fill_while_waiting: Used blocks over all blocks, mean over those steps; None when there
+            were none.
         block_bytes: Bytes of one block over all groups and layers.
         pool_bytes: Bytes of the whole pool.
         state_bytes: Bytes set aside for recurrent states, beside the pool.
@@ -67,6 +68,7 @@ class EngineStats:
     num_output_tokens: int = 0
     waste_slots: int = 0
     max_waste_slots: int = 0
+    num_waiting_steps: int = 0
     mean_fill_while_waiting: float | None = None
     block_bytes: int = 0
     pool_bytes: int = 0

@@ -332,7 +332,7 @@ class Paged:
     @property
     def _num_short_steps(self) -> int:
         # The counts tell only a mean over such steps; which ones they were is kept inside.
-        return self.scheduler._counters.num_waiting_steps
+        return self.scheduler.stats().num_waiting_steps
 
     def _update(self, step: Step) -> list[int]:
         sampled = {

@@ -228,7 +228,44 @@ def test_admission_counts_whole_blocks() -> None:
     assert second.num_preemptions == 0
 
 
-def test_a_newcomer_leaves_those_that_run_a_block_to_grow_into() -> None:
+def test_a_pool_that_holds_one_sequence_still_runs_them_one_after_another() -> None:
+    driver = make_driver(3, 4, max_overtakes=2)
+    sequences = [
+        driver.add(make_request(tokens(9, 50 * f), 4, request_id=str(f)))[0] for f in range(4)
+    ]
+    run_and_check(driver)
+    assert [s.num_preemptions for s in sequences] == [0] * 4
+
+
+def test_one_that_wants_the_whole_pool_starts_although_others_keep_coming() -> None:
+    driver = make_driver(8, 4, max_overtakes=5, prefix_caching=False)
+    driver.add(make_request(tokens(3), 6, request_id="first"))
+    driver.step()
+    (big,) = driver.add(make_request(tokens(26, 50), 7, request_id="big"))
+    for number in range(80):
+        driver.add(make_request(tokens(3, 100 + 10 * number), 6, request_id=str(number)))
+        driver.step()
+        if big.status is SequenceStatus.RUNNING:
+            break
+    assert big.status is SequenceStatus.RUNNING
+    assert big.num_overtaken == 5
+    run_and_check(driver)
+
+
+def test_a_newcomer_leaves_each_that_runs_a_block_to_grow_into() -> None:
+    driver = make_driver(6, 4, prefix_caching=False)
+    first, second, third = (
+        driver.add(make_request(tokens(4, 50 * f), 4, request_id=str(f)))[0] for f in range(3)
+    )
+    driver.step()
+    # Two hold a block and need one each for the next token, and may each take another one.
+    assert first.status is second.status is SequenceStatus.RUNNING
+    assert third.status is SequenceStatus.WAITING
+    run_and_check(driver)
+    assert driver.scheduler.stats().num_preemptions == 0
+
+
+def test_a_newcomer_leaves_one_that_runs_a_block_to_grow_into() -> None:
     driver = make_driver(4, 4, prefix_caching=False)
     driver.add(make_request(tokens(9), 2, request_id="running"))
     driver.step()
@@ -312,7 +349,7 @@ def test_a_preempted_sequence_keeps_its_output_as_output() -> None:
 
 
 def test_the_last_arrived_of_the_lowest_priority_gives_way() -> None:
-    driver = make_driver(9, 4, prefix_caching=False)
+    driver = make_driver(10, 4, prefix_caching=False)
     sequences = {
         name: driver.add(make_request(tokens(4, f), 12, request_id=name, priority=priority))[0]
         for name, f, priority in (
@@ -350,12 +387,14 @@ def test_a_step_never_runs_a_sequence_that_it_preempts() -> None:
 
 def test_a_fork_of_a_fork_made_in_the_same_step_copies_from_the_first_source() -> None:
     """All copies of a step happen at once, so none may read what another writes."""
-    driver = make_driver(6, 2, prefix_caching=False, max_num_batched_tokens=4)
-    driver.add(make_request((0, 0), 3, request_id="low", n=3))
-    driver.add(make_request((0, 0, 0, 0), 4, request_id="high", n=2, priority=1))
+    driver = make_driver(8, 2, prefix_caching=False)
+    low = driver.add(make_request((0, 0), 6, request_id="low", n=3))
+    driver.add(make_request((0,) * 8, 4, request_id="high", priority=1))
     run_and_check(driver)
-    twice = [step for step in driver.steps if len(step.copies) == 2]
-    assert any(step.copies[0].src == step.copies[1].src for step in twice)
+    # The second one ran before the first came back, which forks from it, and the third from that.
+    (step,) = (step for step in driver.steps if len(step.copies) == 2)
+    assert {s.seq_id for s in low} == set(scheduled_ids(step))
+    assert step.copies[0].src == step.copies[1].src
 
 
 def test_a_long_prompt_never_stalls_those_that_run() -> None:
