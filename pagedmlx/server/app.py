@@ -69,7 +69,7 @@ def make_app(service: Service) -> Starlette:
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, PagedMLXError)
     request.state.note.update(error=str(error))
-    return error_response(error)
+    return error_response(error, request.url.path)
 
 
 async def _not_routed(request: Request, error: Exception) -> Response:
@@ -81,7 +81,8 @@ async def _not_routed(request: Request, error: Exception) -> Response:
             what.get(error.status_code, error.detail),
             code="not_found" if error.status_code == 404 else "method_not_allowed",
             headers=error.headers,
-        )
+        ),
+        request.url.path,
     )
 
 

@@ -1,4 +1,4 @@
-"""How errors look to a client: OpenAI's shape, with the field and the limit."""
+"""How errors look to a client: OpenAI's shape, or Anthropic's on the paths of its API."""
 
 from __future__ import annotations
 
@@ -20,6 +20,14 @@ from pagedmlx.errors import (
 _MAX_MESSAGE = 600
 _MAX_PARAM = 80
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_ANTHROPIC_PATHS = ("/v1/messages", "/v1/messages/count_tokens")
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+}
 _CODES = (
     (ContextLengthError, "context_length_exceeded"),
     (PoolTooSmallError, "pool_too_small"),
@@ -97,12 +105,34 @@ def error_body(error: PagedMLXError) -> dict[str, Any]:
     }
 
 
-def error_response(error: PagedMLXError) -> JsonResponse:
-    """The answer to a request that failed before anything of it was sent."""
+def anthropic_error_body(error: PagedMLXError) -> dict[str, Any]:
+    """The same for the clients of Anthropic's API."""
+    status = error.http_status
+    kind = "api_error" if status >= 500 else "invalid_request_error"
+    message = error_body(error)["error"]["message"]
+    return {
+        "type": "error",
+        "error": {"type": _ANTHROPIC_TYPES.get(status, kind), "message": message},
+    }
+
+
+def is_anthropic(path: str) -> bool:
+    """Whether a path belongs to Anthropic's API."""
+    return path in _ANTHROPIC_PATHS
+
+
+def error_response(error: PagedMLXError, path: str) -> JsonResponse:
+    """The answer to a request that failed before anything of it was sent.
+
+    Args:
+        error: What is wrong.
+        path: Of the request; it decides on the shape.
+    """
     headers = dict(error.headers) if isinstance(error, HttpError) else {}
     if error.http_status == 429:
         headers.setdefault("Retry-After", "1")
-    return JsonResponse(error_body(error), error.http_status, headers)
+    body = anthropic_error_body(error) if is_anthropic(path) else error_body(error)
+    return JsonResponse(body, error.http_status, headers)
 
 
 def _code(error: PagedMLXError) -> str | None:

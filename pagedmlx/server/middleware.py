@@ -12,7 +12,7 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pagedmlx.server.errors import HttpError, error_response
+from pagedmlx.server.errors import HttpError, error_response, is_anthropic
 from pagedmlx.server.service import Service, logger
 from pagedmlx.server.writer import Usage
 
@@ -48,7 +48,10 @@ class RequestLog:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+                headers = MutableHeaders(scope=message)
+                headers["X-Request-Id"] = request_id
+                if is_anthropic(scope["path"]):
+                    headers["request-id"] = request_id
             await send(message)
 
         try:
@@ -58,7 +61,7 @@ class RequestLog:
             if status:
                 raise
             error = HttpError(500, "a fault of the server; its log has more", code="server_fault")
-            await error_response(error)(scope, receive, send_with_id)
+            await error_response(error, scope["path"])(scope, receive, send_with_id)
         finally:
             path = scope["path"] if scope["path"] in self._paths else ""
             self._service.metrics.count_response(path, status)
@@ -83,24 +86,32 @@ class Auth:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or answer it with 401."""
         is_open = scope["type"] != "http" or not self._keys or scope["path"] in self._open_paths
-        if is_open or self._is_known(Headers(scope=scope).get("authorization", "")):
+        key = None if is_open else self._known_key(Headers(scope=scope))
+        if is_open or key is not None:
+            if scope["type"] == "http":
+                scope["state"]["owner"] = key or ""
             await self._app(scope, receive, send)
             return
         error = HttpError(
             401,
             "the API key is missing or wrong",
             code="invalid_api_key",
-            hint="send Authorization: Bearer KEY",
+            hint="send Authorization: Bearer KEY or X-API-Key: KEY",
             headers={"WWW-Authenticate": "Bearer"},
         )
-        await error_response(error)(scope, receive, send)
+        await error_response(error, scope["path"])(scope, receive, send)
 
-    def _is_known(self, header: str) -> bool:
-        scheme, _, key = header.partition(" ")
-        given = key.strip().encode("latin-1")
-        # Always all of them, so that the time tells nothing.
-        matches = [hmac.compare_digest(given, each) for each in self._keys]
-        return scheme.lower() == "bearer" and any(matches)
+    def _known_key(self, headers: Headers) -> str | None:
+        """A name for the key that came, which isn't the key itself."""
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        found = None
+        for given in (token if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")):
+            data = given.strip().encode("latin-1")
+            # Always all of them, so that the time tells nothing.
+            matches = [hmac.compare_digest(data, each) for each in self._keys]
+            if any(matches):
+                found = f"key {matches.index(True)}"
+        return found
 
 
 def _request_id(headers: Headers) -> str:

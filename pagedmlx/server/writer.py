@@ -13,6 +13,7 @@ from pagedmlx.engine.outputs import (
     RequestOutput,
     shown_logprobs,
 )
+from pagedmlx.text.answer_parts import AnswerPart, TextPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,8 @@ class Piece:
         finish_reason: Set at the choice's end.
         stop_reason: The stop string or token that ended it.
         prompt_logprobs: Of the job's prompt, with the choice's first piece, if they were asked for.
+        parts: The new text as reasoning, text and calls of tools, for endpoints that tell them
+            apart.
     """
 
     job: int
@@ -38,6 +41,7 @@ class Piece:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     prompt_logprobs: tuple[PositionLogprobs | None, ...] | None = None
+    parts: tuple[AnswerPart, ...] = ()
 
 
 class Writer(Protocol):
@@ -76,6 +80,7 @@ def whole_pieces(outputs: Sequence[RequestOutput]) -> list[Piece]:
             finish_reason=choice.finish_reason,
             stop_reason=choice.stop_reason,
             prompt_logprobs=output.prompt_logprobs,
+            parts=(TextPart(choice.text),),
         )
         for job, output in enumerate(outputs)
         for choice in output.outputs
@@ -88,6 +93,7 @@ class Usage:
     def __init__(self, prepared: Sequence[PreparedJob]) -> None:
         self.num_prompt_tokens = sum(len(each.prompt_token_ids) for each in prepared)
         self.num_output_tokens = 0
+        self.num_reasoning_tokens = 0
         self._num_cached = [0] * len(prepared)
 
     @property
@@ -169,4 +175,5 @@ class Pieces:
             finish_reason=event.finish_reason,
             stop_reason=event.stop_reason,
             prompt_logprobs=self._prompts[job] if is_first else None,
+            parts=(TextPart(event.text),),
         )
