@@ -444,19 +444,23 @@ class ChatApp(App[int]):
     # What is shown of the engine.
 
     async def _watch(self) -> None:
-        panel = self.query_one(MemoryPanel)
         while not self._leaving:
             await asyncio.sleep(_MAP_S if any(pane.is_busy for pane in self.panes) else _IDLE_S)
-            if self._stage is not None:
-                what, share = self._stage
-                done = "" if share is None else f"  {bar(share, 20)} {share:.0%}"
-                self._show_banner(f"{what}{done}")
-            if self.client is None or not panel.display:
-                continue
-            snapshot = await self.client.snapshot()
-            if self.client is not None:
-                self.query_one(Gauges).ttft_s = self.pane.progress.ttft_s
-                panel.show(snapshot, self.client.max_len, time.monotonic())
+            await self.look()
+
+    async def look(self) -> None:
+        """Show what the engine is doing now; it isn't asked while the memory is hidden."""
+        panel = self.query_one(MemoryPanel)
+        if self._stage is not None:
+            what, share = self._stage
+            done = "" if share is None else f"  {bar(share, 20)} {share:.0%}"
+            self._show_banner(f"{what}{done}")
+        if self.client is None or not panel.display:
+            return
+        snapshot = await self.client.snapshot()
+        if self.client is not None:
+            self.query_one(Gauges).ttft_s = self.pane.progress.ttft_s
+            panel.show(snapshot, self.client.max_len, time.monotonic())
 
     def _show_banner(self, text: str) -> None:
         banner = self.query_one("#banner", Static)

@@ -15,12 +15,14 @@ from pagedmlx.chat.app import ChatApp
 from pagedmlx.chat.widgets.message import MessageView
 from tests.support.chat import (
     FakeClient,
+    calm,
     failed,
-    notices,
     running,
     say,
     screen_text,
     settle,
+    shows,
+    told,
     until,
 )
 
@@ -67,8 +69,7 @@ def test_brackets_tags_and_control_characters_are_shown_and_steer_nothing() -> N
         assert "\x1b" not in shown
         assert "\x07" not in shown
         await say(pilot, "/rename [red]title[/]")
-        await pilot.pause()
-        assert "[red]title[/]" in screen_text(app)
+        await shows(pilot, "[red]title[/]")
 
     play(FakeClient([TRICKS[:12], TRICKS[12:]]), story)
 
@@ -80,8 +81,7 @@ PASTED = "first line\n\n\tindented\nemoji 🦊 and e\u0301\nlast"
 def test_a_paste_of_several_lines_is_one_draft_that_is_sent_once(line_end: str) -> None:
     async def story(app: ChatApp, pilot: Pilot[int]) -> None:
         app.post_message(events.Paste(PASTED.replace("\n", line_end)))
-        await pilot.pause()
-        assert app.pane.prompt.text.replace(line_end, "\n") == PASTED
+        await until(pilot, lambda: app.pane.prompt.text.replace(line_end, "\n") == PASTED)
         assert client.requests == []
         await pilot.press("enter")
         await settle(pilot)
@@ -97,11 +97,10 @@ def test_a_paste_while_an_answer_streams_stays_a_draft() -> None:
         await say(pilot, "one")
         await until(pilot, lambda: texts(app)[-1:] == ["Hello "])
         app.post_message(events.Paste("two\nlines"))
-        await pilot.pause()
+        await until(pilot, lambda: app.pane.prompt.text == "two\nlines")
         await pilot.press("enter")
-        await pilot.pause()
+        await told(pilot, "still answering")
         assert app.pane.prompt.text == "two\nlines"
-        assert "still answering" in notices(app)[-1]
         client.gate.release()
         await settle(pilot)
         client.gate = None
@@ -116,9 +115,8 @@ def test_a_paste_while_an_answer_streams_stays_a_draft() -> None:
 def test_new_lines_are_typed_and_the_prompt_grows() -> None:
     async def story(app: ChatApp, pilot: Pilot[int]) -> None:
         await pilot.press("a", "ctrl+j", "b", "alt+enter", "c")
-        await pilot.pause()
-        assert app.pane.prompt.text == "a\nb\nc"
-        assert app.pane.prompt.size.height == 3
+        await until(pilot, lambda: app.pane.prompt.text == "a\nb\nc")
+        await until(pilot, lambda: app.pane.prompt.size.height == 3)
         await pilot.press("enter")
         await settle(pilot)
         assert texts(app)[0] == "a\nb\nc"
@@ -189,12 +187,10 @@ def test_versions_of_an_answer_are_turned_with_the_arrows() -> None:
         await settle(pilot)
         assert texts(app) == ["why?", "Other."]
         await pilot.press("ctrl+up", "left")
-        await pilot.pause()
-        assert texts(app) == ["why?", "Hello there."]
-        assert "Other." not in screen_text(app)
+        await until(pilot, lambda: texts(app) == ["why?", "Hello there."])
+        await until(pilot, lambda: "Other." not in screen_text(app))
         await pilot.press("right")
-        await pilot.pause()
-        assert texts(app) == ["why?", "Other."]
+        await until(pilot, lambda: texts(app) == ["why?", "Other."])
 
     client = FakeClient()
     play(client, story)
@@ -207,9 +203,8 @@ def test_a_question_is_edited_and_sent_again() -> None:
         await say(pilot, "two")
         await settle(pilot)
         await pilot.press("ctrl+up", "up", "up", "up", "e")
-        await pilot.pause()
-        assert app.pane.prompt.text == "one"
-        assert "editing" in screen_text(app)
+        await until(pilot, lambda: app.pane.prompt.text == "one")
+        await shows(pilot, "editing")
         await say(pilot, "ONE")
         await settle(pilot)
         assert texts(app) == ["ONE", "Hello there."]
@@ -274,9 +269,8 @@ def test_reasoning_is_folded_and_opens() -> None:
         assert "secret thought" not in shown
         assert "Because." in shown
         await pilot.press("ctrl+up", "space")
-        await pilot.pause(0.05)
+        await shows(pilot, "secret thought")
         assert not app.query_one(Collapsible).collapsed
-        assert "secret thought" in screen_text(app)
 
     play(FakeClient(["<thi", "nk>\nsecret ", "thought\n</th", "ink>\n\nBecause."]), story)
 
@@ -295,8 +289,7 @@ def test_code_is_shown_as_code_and_copied() -> None:
         await pilot.press("c")
         assert app.clipboard == CODE
         await say(pilot, "/copy code")
-        await pilot.pause()
-        assert app.clipboard == "def f(x):\n    return x + 1"
+        await until(pilot, lambda: app.clipboard == "def f(x):\n    return x + 1")
 
     play(FakeClient([CODE[i : i + 3] for i in range(0, len(CODE), 3)]), story)
 
@@ -311,28 +304,26 @@ def test_who_reads_above_stays_there_while_the_answer_grows() -> None:
         transcript = app.pane.transcript
         await until(pilot, lambda: "Paragraph 39" in texts(app)[-1])
         await until(pilot, lambda: transcript.max_scroll_y > 40)
-        assert transcript.scroll_y == transcript.max_scroll_y
+        await until(pilot, lambda: transcript.scroll_y == transcript.max_scroll_y)
         await pilot.press("pageup", "pageup")
-        await pilot.pause(0.1)
-        place, height = transcript.scroll_y, transcript.max_scroll_y
-        assert place < height
+        await until(pilot, lambda: transcript.scroll_y < transcript.max_scroll_y)
         client.gate = None
         app.pane._work.cancel() if app.pane._work else None
         await settle(pilot)
         client.pieces = [LONG]
         await app.pane.retry(app.pane.conversation.path()[-1].message_id)
         await settle(pilot)
+        await until(pilot, lambda: transcript.scroll_y == transcript.max_scroll_y > 40)
         await pilot.press("pageup")
-        await pilot.pause(0.1)
-        place = transcript.scroll_y
+        await until(pilot, lambda: transcript.scroll_y < transcript.max_scroll_y)
+        place, height = transcript.scroll_y, transcript.max_scroll_y
         view = app.query(MessageView).last()
         await view.show(view.message.__class__(**_grown(view)), (1, 1))
-        await pilot.pause(0.1)
+        await until(pilot, lambda: transcript.max_scroll_y > height)
+        await calm(pilot)
         assert transcript.scroll_y == place
-        assert transcript.max_scroll_y > place
         await pilot.press(*["pagedown"] * 9)
-        await pilot.pause(0.1)
-        assert transcript.scroll_y == transcript.max_scroll_y
+        await until(pilot, lambda: transcript.scroll_y == transcript.max_scroll_y)
 
     client = FakeClient([f"{each}\n\n" for each in LONG.split("\n\n")])
     play(client, story)
@@ -349,15 +340,17 @@ def test_a_resize_while_streaming_loses_nothing() -> None:
     async def story(app: ChatApp, pilot: Pilot[int]) -> None:
         client.gate = asyncio.Semaphore(0)
         await say(pilot, "why?")
-        for size in ((80, 24), (200, 60), (20, 5), (3, 2), (120, 40)):
+        sizes = ((80, 24), (200, 60), (20, 5), (3, 2), (120, 40))
+        for count, size in enumerate(sizes, 1):
             client.gate.release()
             await pilot.resize_terminal(*size)
-            await pilot.pause(0.05)
+            await until(pilot, lambda: app.size == size)  # noqa: B023
+            await until(pilot, lambda: len(texts(app)[-1].split()) == count)  # noqa: B023
         client.gate = None
         app.pane.stop()
         await settle(pilot)
         assert texts(app)[-1] == "one two three four five "
-        assert "one two three four five" in screen_text(app)
+        await shows(pilot, "one two three four five")
 
     client = FakeClient(["one ", "two ", "three ", "four ", "five ", "six"])
     play(client, story)
@@ -366,10 +359,9 @@ def test_a_resize_while_streaming_loses_nothing() -> None:
 def test_what_is_asked_while_the_model_loads_is_answered_when_it_is_there() -> None:
     async def story(app: ChatApp, pilot: Pilot[int]) -> None:
         assert client.start_gate is not None
-        await until(pilot, lambda: "weights" in screen_text(app))
-        assert "40%" in screen_text(app)
+        await shows(pilot, "weights", "40%")
         await say(pilot, "why?")
-        await pilot.pause()
+        await until(pilot, lambda: app.pane.is_busy)
         assert client.requests == []
         client.start_gate.set()
         await settle(pilot)
@@ -383,7 +375,7 @@ def test_what_is_asked_while_the_model_loads_is_answered_when_it_is_there() -> N
 def test_an_empty_draft_is_not_sent() -> None:
     async def story(app: ChatApp, pilot: Pilot[int]) -> None:
         await pilot.press("enter", "space", "ctrl+j", "enter")
-        await pilot.pause()
+        await calm(pilot)
         assert texts(app) == []
 
     play(FakeClient(), story)

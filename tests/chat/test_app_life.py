@@ -23,13 +23,15 @@ from pagedmlx.chat.screens.picker import PickerScreen
 from pagedmlx.core.sequence import Sequence
 from tests.support.chat import (
     FakeClient,
+    calm,
     engine_client,
     failed,
-    notices,
     running,
     say,
     screen_text,
     settle,
+    shows,
+    told,
     until,
 )
 from tests.support.engines import LETTERS
@@ -58,7 +60,7 @@ async def choices(app: ChatApp, pilot: Pilot[int]) -> OptionList:
     await until(pilot, lambda: isinstance(app.screen, PickerScreen))
     found = app.screen.query_one(OptionList)
     await until(pilot, lambda: found.option_count)
-    await pilot.pause()
+    await calm(pilot)
     return found
 
 
@@ -72,15 +74,11 @@ def test_without_a_model_one_is_chosen_from_those_that_are_here() -> None:
 
     async def story(app: ChatApp, pilot: Pilot[int]) -> None:
         await choices(app, pilot)
-        shown = screen_text(app)
-        assert "smollm2" in shown
-        assert "owner/[small]" in shown
-        assert "3.0 GiB" in shown
+        await shows(pilot, "smollm2", "owner/[small]", "3.0 GiB")
         await pilot.press("down", "enter")
         await until(pilot, lambda: app.client is not None)
         assert made == ["owner/[small]"]
-        await pilot.pause()
-        assert "owner/[small]" in screen_text(app)
+        await shows(pilot, "owner/[small]")
 
     play(make, story, model=None)
 
@@ -121,7 +119,7 @@ def test_a_model_that_fails_to_load_is_told_and_another_one_can_be_chosen() -> N
     async def story(app: ChatApp, pilot: Pilot[int]) -> None:
         app.pane.prompt.put("why?")
         await choices(app, pilot)
-        assert "broken: config.json is [missing] (pull it again)" in screen_text(app)
+        await shows(pilot, "broken: config.json is [missing] (pull it again)")
         await pilot.press("enter")
         await until(pilot, lambda: app.client is not None)
         assert app.pane.prompt.text == "why?"
@@ -137,12 +135,11 @@ def test_an_endpoint_that_is_not_there_is_told_and_tried_again() -> None:
     client.start_error = failed("http://host doesn't answer")
 
     async def story(app: ChatApp, pilot: Pilot[int]) -> None:
-        await until(pilot, lambda: "doesn't answer" in screen_text(app))
+        await shows(pilot, "doesn't answer")
         client.start_error = None
         await say(pilot, "/model")
         await until(pilot, lambda: app.client is not None)
-        await pilot.pause()
-        assert "doesn't answer" not in screen_text(app)
+        await until(pilot, lambda: "doesn't answer" not in screen_text(app))
 
     play(lambda _: client, story, can_pick=False, model="")
 
@@ -151,7 +148,7 @@ def test_ctrl_c_twice_or_quit_leaves() -> None:
     async def twice(app: ChatApp, pilot: Pilot[int]) -> None:
         await until(pilot, lambda: app.client is not None)
         await pilot.press("ctrl+c")
-        assert "once more" in notices(app)[-1]
+        await told(pilot, "once more")
         await pilot.press("ctrl+c")
         await until(pilot, lambda: app._exit)
 
@@ -217,11 +214,9 @@ def test_sigterm_leaves_in_good_order() -> None:
 def test_the_demo_s_scene_fills_every_screen(size: tuple[int, int]) -> None:
     async def story(app: ChatApp, pilot: Pilot[int]) -> None:
         await until(pilot, lambda: len(app.panes) == 3 and app.panes[2].is_busy)
-        await pilot.pause(0.3)
-        picture = app.export_screenshot()
-        for text in ("Tidepool", "Lighthouse", "Driftwood", "tok/s", "[3]"):
-            assert text in picture
-        lines = screen_text(app).split("\n")
+        shown = await shows(pilot, "Tidepool", "Lighthouse", "Driftwood", "tok/s", "[3]")
+        assert "Driftwood" in app.export_screenshot()
+        lines = shown.split("\n")
         assert len(lines) == size[1]
         assert "Quit" in lines[-1]
         assert any(line.strip().startswith("╭") for line in lines)
@@ -241,8 +236,7 @@ def test_a_screen_that_is_too_small_breaks_nothing(size: tuple[int, int]) -> Non
         await settle(pilot)
         await pilot.press("f1", "escape", "f4", "escape", "f3", "f2")
         await pilot.resize_terminal(120, 40)
-        await pilot.pause(0.1)
-        assert "Hello there." in screen_text(app)
+        await shows(pilot, "Hello there.")
 
     play(lambda _: FakeClient(), story, size=size)
 
@@ -251,10 +245,7 @@ def test_help_lists_every_key_and_command() -> None:
     async def story(app: ChatApp, pilot: Pilot[int]) -> None:
         await pilot.press("f1")
         await until(pilot, lambda: isinstance(app.screen, HelpScreen))
-        await pilot.pause()
-        shown = screen_text(app)
-        for text in ("Ctrl+J", "/branch", "/quit", "Ctrl+T", "double-click"):
-            assert text in shown
+        await shows(pilot, "Ctrl+J", "/branch", "/quit", "Ctrl+T", "double-click")
         await pilot.press("escape")
         await until(pilot, lambda: not isinstance(app.screen, HelpScreen))
 
@@ -266,6 +257,6 @@ def test_the_command_palette_has_what_the_chat_can_do() -> None:
         titles = {each.title for each in app.get_system_commands(app.screen)}
         assert {"New conversation", "Model", "Settings", "Branch", "Theme"} <= titles
         app.theme = "textual-light"
-        await pilot.pause()
+        await calm(pilot)
 
     play(lambda _: FakeClient(), story)

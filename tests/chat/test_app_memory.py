@@ -15,7 +15,7 @@ from pagedmlx.chat.widgets.gauges import Rates, bar, curve
 from pagedmlx.chat.widgets.panel import MemoryPanel
 from pagedmlx.core.snapshot import EngineSnapshot, PoolSnapshot, SequenceSnapshot
 from pagedmlx.core.stats import EngineStats
-from tests.support.chat import FakeClient, running, screen_text, settle, until
+from tests.support.chat import FakeClient, calm, running, screen_text, settle, shows, until
 
 SIZES = [(80, 24), (120, 40), (200, 60)]
 
@@ -71,9 +71,12 @@ def still(num_blocks: int, *, num_pools: int = 1) -> EngineSnapshot:
 
 
 def look(
-    snapshot: EngineSnapshot, size: tuple[int, int] = (120, 40), keys: tuple[str, ...] = ()
+    snapshot: EngineSnapshot,
+    *texts: str,
+    size: tuple[int, int] = (120, 40),
+    keys: tuple[str, ...] = (),
 ) -> str:
-    """What the screen says of a snapshot, after some keys."""
+    """What the screen shows of a snapshot after some keys, once it says all these texts."""
 
     async def run() -> str:
         async with running(StillClient(snapshot), size=size) as (app, pilot):
@@ -81,33 +84,30 @@ def look(
             app._slot_of.update({"one": 0, "two": 1})
             await until(pilot, lambda: app.query_one(MemoryPanel).history.snapshot is not None)
             await pilot.press(*keys)
-            await pilot.pause(0.5)
-            return screen_text(app)
+            return await shows(pilot, *texts)
 
     return asyncio.run(run())
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_each_state_of_a_block_has_a_character_of_its_own(size: tuple[int, int]) -> None:
-    shown = look(still(64), size)
-    rows = ["".join(line.split()) for line in shown.split("\n")]
-    assert any("2AB··░·" in row for row in rows)
+    async def run() -> None:
+        async with running(StillClient(still(64)), size=size) as (app, pilot):
+            app._slot_of.update({"one": 0, "two": 1})
+            await until(pilot, lambda: "2AB··░·" in "".join(screen_text(app).split(" ")))
+
+    asyncio.run(run())
 
 
 def test_the_numbers_say_what_is_used_shared_and_saved() -> None:
-    shown = look(still(64))
-    assert "3/64" in shown
-    assert "3.0 MiB of 64.0 MiB" in shown
     # Two caches of 100 tokens are 13 blocks each.
-    assert "paging saves 23.0 MiB, sharing 1.0 MiB" in shown
+    saved = "paging saves 23.0 MiB, sharing 1.0 MiB"
+    look(still(64), "3/64", "3.0 MiB of 64.0 MiB", saved)
 
 
 def test_who_waits_is_named_with_the_reason() -> None:
-    shown = look(still(64))
-    assert "3 waiting" in shown
-    assert "7 blocks are missing" in shown
-    assert "gave its blocks" in shown
-    assert "its turn comes soon" in shown
+    reasons = ("7 blocks are missing", "gave its blocks", "its turn comes soon")
+    look(still(64), "3 waiting", *reasons)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_who_waits_is_named_with_the_reason() -> None:
     ],
 )
 def test_a_selected_block_tells_about_itself(keys: tuple[str, ...], text: str) -> None:
-    assert text in look(still(64), keys=("f3", *keys))
+    look(still(64), text, keys=("f3", *keys))
 
 
 def test_a_block_is_selected_with_the_mouse() -> None:
@@ -130,33 +130,31 @@ def test_a_block_is_selected_with_the_mouse() -> None:
         async with running(StillClient(still(64))) as (app, pilot):
             panel = app.query_one(MemoryPanel)
             await until(pilot, lambda: panel.history.snapshot is not None)
-            await pilot.pause()
+            await calm(pilot)
             blocks = app.query_one(BlockMap)
             await pilot.click(BlockMap, offset=(blocks._cell_width * 2 + 1, 0))
-            await pilot.pause()
-            assert blocks.selected_blocks == range(2, 3)
-            assert "block 2 · held by 1" in screen_text(app)
+            await until(pilot, lambda: blocks.selected_blocks == range(2, 3))
+            await shows(pilot, "block 2 · held by 1")
 
     asyncio.run(run())
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_a_pool_of_100_000_blocks_is_shown_in_sums(size: tuple[int, int]) -> None:
-    shown = look(still(100_000), size, keys=("f3", "right"))
-    assert "3 in use, 1 of them shared, 1 cached" in shown
-    assert "blocks 0-" in shown
+    sums = "3 in use, 1 of them shared, 1 cached"
+    shown = look(still(100_000), sums, "blocks 0-", size=size, keys=("f3", "right"))
     assert ("1 cell = " in shown) == (size[0] > 80)
 
 
 def test_several_pools_are_shown_one_after_the_other() -> None:
-    shown = look(still(64, num_pools=2), keys=("f3", "right", "g"))
-    assert "block 0 of pool 2/2 (g) · held by 2" in shown
+    text = "block 0 of pool 2/2 (g) · held by 2"
+    look(still(64, num_pools=2), text, keys=("f3", "right", "g"))
 
 
 def test_without_colour_the_map_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = look(still(64))
+    plain = look(still(64), "3/64", "3 waiting")
     monkeypatch.setenv("NO_COLOR", "1")
-    assert look(still(64)).split("\n")[9] == plain.split("\n")[9]
+    assert look(still(64), "3/64", "3 waiting").split("\n")[9] == plain.split("\n")[9]
 
 
 def test_an_endpoint_that_tells_nothing_has_no_map() -> None:
@@ -178,12 +176,13 @@ def test_a_hidden_map_asks_the_engine_nothing() -> None:
 
     async def run() -> None:
         client = Counting(still(64))
-        async with running(client) as (_app, pilot):
+        async with running(client) as (app, pilot):
             await until(pilot, lambda: client.count)
             await pilot.press("f2")
-            await pilot.pause(0.1)
+            await until(pilot, lambda: not app.query_one(MemoryPanel).display)
             before = client.count
-            await pilot.pause(1.0)
+            for _ in range(3):
+                await app.look()
             assert client.count == before
             await pilot.press("f2")
             await until(pilot, lambda: client.count > before)

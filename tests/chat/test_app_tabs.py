@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from pagedmlx.chat.screens.settings import SettingsScreen
 from pagedmlx.chat.store import Store
 from pagedmlx.core.sequence import Sequence
 from tests.support.chat import (
+    WAIT_S,
     FakeClient,
     engine_client,
     notices,
@@ -25,6 +27,8 @@ from tests.support.chat import (
     say,
     screen_text,
     settle,
+    shows,
+    told,
     until,
 )
 from tests.support.engines import EOS, LETTERS
@@ -50,16 +54,16 @@ def test_a_second_conversation_is_answered_while_the_first_streams() -> None:
         await say(pilot, "second?")
         await until(pilot, lambda: len(client.requests) == 2)
         assert all(pane.is_busy for pane in app.panes)
-        assert "A ▸ first?" in screen_text(app)
+        await shows(pilot, "A ▸ first?")
         for _ in range(4):
             client.gate.release()
         await settle(pilot)
         answers = [pane.conversation.path()[-1].text for pane in app.panes]
         assert answers == ["Hello there."] * 2
-        assert "A first? has its answer" in notices(app)
+        await told(pilot, "A first? has its answer")
         await pilot.press("f6")
         await until(pilot, lambda: "first?" in screen_text(app).split("\n", 3)[3])
-        assert "Hello there." in screen_text(app)
+        await shows(pilot, "Hello there.")
 
     client = FakeClient()
     play(client, story)
@@ -85,14 +89,18 @@ def test_a_branch_goes_on_in_a_tab_of_its_own() -> None:
     play(client, story)
 
 
-def slowly(sequence: Sequence) -> int:
-    time.sleep(0.003)
-    return EOS if sequence.num_output_tokens == 60 else LETTERS[0]
-
-
 def test_a_branch_shares_its_blocks_with_where_it_comes_from() -> None:
+    is_seen = threading.Event()
+
+    def choose(sequence: Sequence) -> int:
+        # The first answer ends by itself, the others when they have been seen together.
+        if sequence.num_prompt_tokens > 40:
+            time.sleep(0.01)
+            return EOS if is_seen.is_set() else LETTERS[0]
+        return EOS if sequence.num_output_tokens == 60 else LETTERS[0]
+
     async def run() -> None:
-        client = engine_client(choose=slowly, num_blocks=128)
+        client = engine_client(choose=choose, num_blocks=1024, max_model_len=4096)
         async with running(client) as (app, pilot):
             await until(pilot, lambda: app.client is not None)
             await say(pilot, "one")
@@ -101,13 +109,13 @@ def test_a_branch_shares_its_blocks_with_where_it_comes_from() -> None:
             await first.branch()
             await first.send("two")
             await app.pane.send("three")
-            most = 0
-            while first.is_busy or app.pane.is_busy:
-                snapshot = await client.snapshot()
-                assert snapshot is not None
-                most = max(most, snapshot.stats.num_shared_blocks)
-                await asyncio.sleep(0)
-            assert most >= 15
+            async with asyncio.timeout(WAIT_S):
+                while (snapshot := await client.snapshot()) is not None:
+                    if snapshot.stats.num_shared_blocks >= 15:
+                        break
+                    await asyncio.sleep(0.01)
+            is_seen.set()
+            await settle(pilot)
             assert app.pane.progress.num_cached_tokens >= 60
 
     asyncio.run(run())
@@ -125,8 +133,7 @@ def test_conversations_come_back_and_go_on(tmp_path: Path) -> None:
     async def second(app: ChatApp, pilot: Pilot[int]) -> None:
         await say(pilot, "/load sky")
         await until(pilot, lambda: isinstance(app.screen, SavedScreen))
-        await pilot.pause()
-        assert "why is the sky blue?" in screen_text(app)
+        await shows(pilot, "why is the sky blue?")
         await pilot.press("enter")
         await until(pilot, lambda: len(app.panes) == 2)
         await until(pilot, lambda: "Hello there." in screen_text(app))
@@ -152,28 +159,26 @@ def test_the_list_of_saved_ones_narrows_with_each_letter_and_opens_one_only_once
     tmp_path: Path,
 ) -> None:
     async def story(app: ChatApp, pilot: Pilot[int]) -> None:
-        for text in ("alpha", "beta"):
+        for count, text in enumerate(("alpha", "beta"), 2):
             await say(pilot, text)
             await settle(pilot)
             await pilot.press("ctrl+t")
-            await pilot.pause()
+            await until(pilot, lambda: len(app.panes) == count)  # noqa: B023
+            await until(pilot, lambda: app.pane is app.panes[-1])
         await pilot.press("f5")
         await until(pilot, lambda: isinstance(app.screen, SavedScreen))
-        await pilot.pause()
         found = app.screen.query_one(OptionList)
-        assert found.option_count == 2
+        await until(pilot, lambda: found.option_count == 2)
         await pilot.press(*"bet")
-        await pilot.pause()
-        assert found.option_count == 1
+        await until(pilot, lambda: found.option_count == 1)
         await pilot.press("down", "enter")
         await until(pilot, lambda: not isinstance(app.screen, SavedScreen))
-        await pilot.pause()
+        await until(pilot, lambda: app.pane.conversation.shown_title == "beta")
         assert len(app.panes) == 3
-        assert app.pane.conversation.shown_title == "beta"
         await pilot.press("f5")
+        await until(pilot, lambda: isinstance(app.screen, SavedScreen))
         await pilot.press(*"zzz")
-        await pilot.pause()
-        assert "nothing is found" in screen_text(app)
+        await shows(pilot, "nothing is found")
         await pilot.press("escape")
 
     play(FakeClient(), story, tmp_path / "chat.db")
@@ -184,20 +189,17 @@ def test_rename_export_clear_and_delete(tmp_path: Path) -> None:
         await say(pilot, "why?")
         await settle(pilot)
         await say(pilot, "/rename The [sky]")
-        await pilot.pause()
-        assert "The [sky]" in screen_text(app)
+        await shows(pilot, "The [sky]")
         await say(pilot, f"/save {tmp_path / 'talk.json'}")
-        await pilot.pause()
+        await until(pilot, (tmp_path / "talk.json").exists)
         assert json.loads((tmp_path / "talk.json").read_text())["title"] == "The [sky]"
         await say(pilot, f"/save {tmp_path / 'missing' / 'talk.md'}")
-        await pilot.pause()
-        assert "can't be written" in notices(app)[-1]
+        await told(pilot, "can't be written")
         await say(pilot, "/clear")
-        await pilot.pause()
-        assert app.pane.conversation.path() == []
+        await until(pilot, lambda: app.pane.conversation.path() == [])
         await say(pilot, "/delete")
         await until(pilot, lambda: app.pane.conversation.title == "")
-        assert app.store.search() == []
+        await until(pilot, lambda: app.store.search() == [])
 
     play(FakeClient(), story, tmp_path / "chat.db")
 
@@ -211,9 +213,9 @@ def test_a_full_disk_is_told_once_and_loses_no_text(tmp_path: Path) -> None:
         client.pieces = ["long " * 20_000]
         await say(pilot, "two")
         await settle(pilot)
-        told = [text for text in notices(app) if "disk is full" in text]
-        assert len(told) == 1
-        assert "long long" in screen_text(app)
+        await told(pilot, "disk is full")
+        await shows(pilot, "long long")
+        assert len([text for text in notices(app) if "disk is full" in text]) == 1
         app.store._db.execute("PRAGMA max_page_count = 100000")
         client.pieces = ["short"]
         await say(pilot, "three")
@@ -227,8 +229,7 @@ def test_a_full_disk_is_told_once_and_loses_no_text(tmp_path: Path) -> None:
 
 def test_a_store_that_cannot_be_opened_is_told_and_the_chat_works(tmp_path: Path) -> None:
     async def story(app: ChatApp, pilot: Pilot[int]) -> None:
-        await pilot.pause()
-        assert any("will not be kept" in text for text in notices(app))
+        await told(pilot, "will not be kept")
         await say(pilot, "why?")
         await settle(pilot)
         assert "Hello there." in screen_text(app)
@@ -255,18 +256,15 @@ def test_settings_are_explained_and_a_value_that_cannot_be_is_refused() -> None:
     async def story(app: ChatApp, pilot: Pilot[int]) -> None:
         await say(pilot, "/set")
         await until(pilot, lambda: isinstance(app.screen, SettingsScreen))
-        await pilot.pause()
-        assert "0 always takes the likeliest token" in screen_text(app)
+        await shows(pilot, "0 always takes the likeliest token")
         app.screen.query_one("#temperature", Input).value = "hot"
-        await pilot.pause()
-        assert "'hot' is not a number" in screen_text(app)
+        await shows(pilot, "'hot' is not a number")
         app.screen.query_one("#temperature", Input).value = "0.1"
         app.screen.query_one("#n", Input).value = "2"
         await pilot.press("escape")
         await until(pilot, lambda: not isinstance(app.screen, SettingsScreen))
-        await pilot.pause()
+        await shows(pilot, "2 candidates")
         assert app.pane.conversation.params.temperature == 0.1
-        assert "2 candidates" in screen_text(app)
 
     play(FakeClient(), story)
 
@@ -291,8 +289,8 @@ def test_settings_are_explained_and_a_value_that_cannot_be_is_refused() -> None:
 def test_a_command_that_cannot_be_done_says_why(command: str, answer: str) -> None:
     async def story(app: ChatApp, pilot: Pilot[int]) -> None:
         await say(pilot, command)
-        await pilot.pause()
-        assert not answer or any(answer in text for text in notices(app))
+        if answer:
+            await told(pilot, answer)
         assert client.requests == []
 
     client = FakeClient()

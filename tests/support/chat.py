@@ -21,7 +21,7 @@ from pagedmlx.errors import PagedMLXError
 from pagedmlx.progress import ProgressCallback
 from tests.support.engines import Choose, FakeRunner, make_engine, spelled
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 class FakeClient:
@@ -108,7 +108,7 @@ async def running(
     make = client if callable(client) else lambda _name: client
     app = ChatApp(ChatOptions(make, model, store_path, **options))
     async with app.run_test(size=size) as pilot:
-        await pilot.pause()
+        await calm(pilot)
         yield app, pilot
         if app.is_running:
             app.action_leave()
@@ -116,10 +116,40 @@ async def running(
 
 
 async def until(pilot: Pilot[int], happens: Callable[[], object]) -> None:
-    """Wait for something to happen, or fail."""
-    async with asyncio.timeout(WAIT_S):
-        while not happens():
-            await asyncio.sleep(0.01)
+    """Wait for something to happen, or fail and tell what is on the screen instead."""
+    app = pilot.app
+    assert isinstance(app, ChatApp)
+    try:
+        async with asyncio.timeout(WAIT_S):
+            while not happens():
+                await asyncio.sleep(0.01)
+    except TimeoutError:
+        raise AssertionError(f"it never happened; the screen:\n{screen_text(app)}") from None
+
+
+async def shows(pilot: Pilot[int], *texts: str) -> str:
+    """Wait until all these texts are on the screen; what else is on it."""
+    app = pilot.app
+    assert isinstance(app, ChatApp)
+    await until(pilot, lambda: all(text in screen_text(app) for text in texts))
+    return screen_text(app)
+
+
+async def told(pilot: Pilot[int], text: str) -> None:
+    """Wait until the user is told something in a notice."""
+    app = pilot.app
+    assert isinstance(app, ChatApp)
+    await until(pilot, lambda: any(text in each for each in notices(app)))
+
+
+async def calm(pilot: Pilot[int]) -> None:
+    """Wait until every widget has done what it was told so far, and the screen shows it.
+
+    Unlike ``Pilot.pause`` it doesn't guess from the processor's load.
+    """
+    for _ in range(3):
+        await pilot._wait_for_screen()
+        pilot.app.screen._on_timer_update()
 
 
 async def say(pilot: Pilot[int], text: str) -> None:
@@ -136,7 +166,7 @@ async def settle(pilot: Pilot[int]) -> None:
     app = pilot.app
     assert isinstance(app, ChatApp)
     await until(pilot, lambda: not any(pane.is_busy for pane in app.panes))
-    await pilot.pause()
+    await calm(pilot)
 
 
 def screen_text(app: ChatApp) -> str:
