@@ -1,0 +1,110 @@
+"""The ways in which models write calls of tools: what mlx-lm infers and parses, and Llama's own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+from pagedmlx.text.answer_style import Syntax, ToolSyntax, json_syntax, llama_syntax
+
+_MISTRAL_HEADER = re.compile(
+    r"\s*(?P<name>[\w.-]+)\s*(?:\[CALL_ID\]\s*(?P<id>\w+)\s*)?\[ARGS\]\s*(?=\{)"
+)
+_KIMI_HEADER = re.compile(
+    r"\s*(?P<id>(?:functions\.)?(?P<name>[\w.-]+):\d+)\s*<\|tool_call_argument_begin\|>\s*(?=\{)"
+)
+_ARGUMENT_TAGS = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+_TOKENS = {
+    "function_gemma": ("<escape>",),
+    "gemma4": ('<|"|>',),
+    "glm47": _ARGUMENT_TAGS,
+    "kimi_k3": ("<|open|>", "<|close|>", "<|sep|>"),
+    "laguna": _ARGUMENT_TAGS,
+    "longcat": tuple(tag.replace("arg_", "longcat_arg_") for tag in _ARGUMENT_TAGS),
+}
+"""Marks within calls that may be special tokens."""
+
+_ACCEPTS_ANYTHING = ("glm47", "laguna")
+
+
+def find_tool_syntax(template: str, tokenizer: Any) -> ToolSyntax | None:
+    """How a model writes calls.
+
+    Args:
+        template: Its chat template, which knows tools.
+        tokenizer: The tokenizer of transformers.
+
+    Returns:
+        None if nobody knows.
+    """
+    from mlx_lm.tokenizer_utils import _infer_tool_parser
+
+    name = tokenizer.init_kwargs.get("tool_parser_type") or _infer_tool_parser(
+        SimpleNamespace(chat_template=template, get_vocab=tokenizer.get_vocab)
+    )
+    if name is not None:
+        return tool_syntax(name)
+    is_llama = '"parameters": dictionary of argument name' in template
+    return llama_syntax() if is_llama else None
+
+
+def tool_syntax(name: str) -> ToolSyntax | None:
+    """What one of mlx-lm's parsers reads; None if it has none of this name."""
+    if name == "json_tools":
+        return json_syntax()
+    try:
+        module = import_module(f"mlx_lm.tool_parsers.{name}")
+    except ImportError:
+        return None
+    parse = _Parser(module.parse_tool_call, known_only=name in _ACCEPTS_ANYTHING)
+    if name == "mistral":
+        return ToolSyntax(
+            module.tool_call_start,
+            "",
+            parse,
+            header=_MISTRAL_HEADER,
+            tokens=("[ARGS]", "[CALL_ID]"),
+            id_length=9,
+        )
+    if name == "kimi_k2":
+        return ToolSyntax(
+            "<|tool_call_begin|>",
+            "<|tool_call_end|>",
+            parse,
+            header=_KIMI_HEADER,
+            dropped=(module.tool_call_start, module.tool_call_end),
+            tokens=("<|tool_call_argument_begin|>",),
+        )
+    return ToolSyntax(
+        module.tool_call_start,
+        module.tool_call_end,
+        parse,
+        tokens=_TOKENS.get(name, ()),
+        kind=Syntax.XML if name == "qwen3_coder" else Syntax.OTHER,
+    )
+
+
+class _Parser:
+    """One of mlx-lm's parsers, always giving a list.
+
+    Args:
+        parse: Takes the text of a call and the tools.
+        known_only: It takes anything for a call; those of tools that exist count.
+    """
+
+    def __init__(self, parse: Any, *, known_only: bool) -> None:
+        self._parse = parse
+        self._known_only = known_only
+
+    def __call__(
+        self, text: str, tools: Sequence[Mapping[str, Any]]
+    ) -> Sequence[Mapping[str, Any]]:
+        found = self._parse(text.strip(), list(tools))
+        calls = found if isinstance(found, list) else [found]
+        names = {tool["function"]["name"] for tool in tools}
+        if self._known_only and any(call["name"] not in names for call in calls):
+            raise ValueError("no call of a tool that exists")
+        return calls

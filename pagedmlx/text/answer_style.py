@@ -1,0 +1,192 @@
+"""How a model writes its answers: the marks around reasoning and around calls of tools.
+
+Found once, when a model is loaded, from its chat template and its tokens.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from pagedmlx.text.call_json import JSON_CALL, parse_json_calls
+
+ParseCalls = Callable[[str, Sequence[Mapping[str, Any]]], Sequence[Mapping[str, Any]]]
+"""What stands between the marks of a call, and the tools, to objects with ``name`` and
+``arguments``; it raises whatever it likes if that is no call."""
+
+_THINK_TAGS = (
+    ("<think>", "</think>"),
+    ("<longcat_think>", "</longcat_think>"),
+    ("<|think:start|>", "<|think:end|>"),
+    ("<seed:think>", "</seed:think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+)
+_CHANNEL_TAGS = (("<|channel>", "<channel|>"), ("<|channel>thought", "<channel|>"))
+_XTML = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
+HARMONY_TOKENS = (
+    "<|start|>",
+    "<|channel|>",
+    "<|message|>",
+    "<|constrain|>",
+    "<|end|>",
+    "<|call|>",
+    "<|return|>",
+)
+"""Marks of answers that are messages of several channels."""
+
+
+class Syntax(StrEnum):
+    """The ways of writing a call that more is known of than how to parse one."""
+
+    JSON = "json"
+    XML = "xml"
+    HARMONY = "harmony"
+    OTHER = "other"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSyntax:
+    """How a model writes a call of a tool.
+
+    Attributes:
+        start: Mark before a call.
+        end: Mark after it; empty if there is none.
+        parse: Reads what is between them.
+        header: What comes before the arguments if these are JSON text, with the groups ``name``
+            and perhaps ``id``; then they are passed on as they are written. The name may be a
+            JSON string.
+        closes: What closes a call behind such arguments, before the end mark.
+        keeps_start: Whether ``start`` is the beginning of the call itself; it counts at the
+            beginning of an answer only.
+        dropped: Marks around several calls, which say nothing.
+        tokens: Further marks within calls.
+        id_length: Length of the ids that the template takes; 0 takes any.
+        kind: Of the grammars that can be made for it.
+    """
+
+    start: str
+    end: str
+    parse: ParseCalls
+    header: re.Pattern[str] | None = None
+    closes: str = ""
+    keeps_start: bool = False
+    dropped: tuple[str, ...] = ()
+    tokens: tuple[str, ...] = ()
+    id_length: int = 0
+    kind: Syntax = Syntax.OTHER
+
+
+def json_syntax() -> ToolSyntax:
+    """JSON objects between ``<tool_call>`` tags."""
+    return ToolSyntax(
+        "<tool_call>",
+        "</tool_call>",
+        parse_json_calls,
+        header=JSON_CALL,
+        closes="}",
+        kind=Syntax.JSON,
+    )
+
+
+def llama_syntax() -> ToolSyntax:
+    """A JSON object that is the whole answer, as Llama 3 was taught."""
+    return ToolSyntax(
+        '{"name"',
+        "",
+        parse_json_calls,
+        header=JSON_CALL,
+        closes="}",
+        keeps_start=True,
+        dropped=("<|python_tag|>",),
+        kind=Syntax.JSON,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerStyle:
+    """How one model writes.
+
+    Attributes:
+        think: The marks around its reasoning, or None if it doesn't reason.
+        tools: How it writes calls; None if its template doesn't know tools, or in a way that
+            nobody can read: then it is told of them in the generic way.
+        is_harmony: Answers are messages of several channels, as gpt-oss writes them.
+        dropped: Marks that say nothing.
+        control: Special tokens that are marks, or parts of marks: they are needed to read an
+            answer, and never shown.
+        switches: Variables of the template that are about reasoning.
+    """
+
+    think: tuple[str, str] | None = None
+    tools: ToolSyntax | None = None
+    is_harmony: bool = False
+    dropped: tuple[str, ...] = ()
+    control: tuple[str, ...] = ()
+    switches: frozenset[str] = frozenset()
+
+    @property
+    def reasons(self) -> bool:
+        """Whether an answer may have reasoning that can be told apart."""
+        return self.is_harmony or self.think is not None
+
+
+def find_style(
+    template: str,
+    special_tokens: Sequence[str],
+    has_token: Callable[[str], bool],
+    find_syntax: Callable[[str], ToolSyntax | None],
+) -> AnswerStyle:
+    """Find out how a model writes.
+
+    Args:
+        template: Its chat template.
+        special_tokens: Spellings of its special tokens.
+        has_token: Whether it has a token of this spelling.
+        find_syntax: How calls are written by a template that knows tools.
+    """
+    is_harmony = all(map(has_token, HARMONY_TOKENS)) and "<|channel|>" in template
+    switches = frozenset(
+        name
+        for name in ("enable_thinking", "thinking", "reasoning_effort")
+        if re.search(rf"(?<![\w.'\"]){name}\b(?!['\"])", template)
+    )
+    if is_harmony:
+        return AnswerStyle(is_harmony=True, control=HARMONY_TOKENS, switches=switches)
+    tools = None
+    if re.search(r"\btools\b", template):
+        tools = find_syntax(template)
+    think, dropped = _find_think(template, has_token)
+    marks = (*(think or ()), *dropped)
+    if tools is not None:
+        marks += (tools.start, tools.end, *tools.dropped, *tools.tokens)
+    control = tuple(
+        token
+        for token in special_tokens
+        if token.strip(string.whitespace) and any(token in mark for mark in marks)
+    )
+    return AnswerStyle(
+        think=think, tools=tools, dropped=dropped, control=control, switches=switches
+    )
+
+
+def _find_think(
+    template: str, has_token: Callable[[str], bool]
+) -> tuple[tuple[str, str] | None, tuple[str, ...]]:
+    for tags in _THINK_TAGS:
+        if all(map(has_token, tags)) or (all(tag in template for tag in tags)):
+            return tags, ()
+    for (start, end), marks in (_CHANNEL_TAGS,):
+        if has_token(start) and has_token(end):
+            return marks, ()
+    if all(map(has_token, _XTML)):
+        return ("<|open|>think<|sep|>", "<|close|>think<|sep|>"), (
+            "<|open|>response<|sep|>",
+            "<|close|>response<|sep|>",
+            "<|close|>message<|sep|>",
+        )
+    return None, ()
