@@ -1,64 +1,23 @@
-"""Every field that a request may have, once: what is done with it; docs/api.md lists the same.
+"""The fields of chat and completions, once, and how the values of a request's fields are read.
 
-A field is used, or accepted because it can't change the text, or refused by name because it would
-change the text and isn't supported. Null is the same as absent everywhere.
+Null is the same as absent everywhere. docs/api.md lists the fields.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any, TypeVar
 
 from pagedmlx.core.sampling_params import SamplingParams
 from pagedmlx.errors import InvalidRequestError
+from pagedmlx.server.field import Field, Use
+from pagedmlx.server.field import no_effect as _no_effect
+from pagedmlx.server.field import refused as _refused
+from pagedmlx.server.field import sampling as _sampling
+from pagedmlx.server.field import used as _used
 
 T = TypeVar("T")
 D = TypeVar("D")
-
-
-class Use(StrEnum):
-    """What is done with a field."""
-
-    USED = "used"
-    NO_EFFECT = "no effect"
-    REFUSED = "refused"
-
-
-@dataclass(frozen=True, slots=True)
-class Field:
-    """One field of a request.
-
-    Attributes:
-        name: As in JSON.
-        use: What is done with it.
-        help: One sentence.
-        param: The field of ``SamplingParams`` that takes its value as it is.
-        neutral: Values that a refused field may have, since they ask for nothing.
-    """
-
-    name: str
-    use: Use
-    help: str
-    param: str = ""
-    neutral: tuple[object, ...] = ()
-
-
-def _sampling(name: str, help: str, param: str = "") -> Field:
-    return Field(name, Use.USED, help, param or name)
-
-
-def _used(name: str, help: str) -> Field:
-    return Field(name, Use.USED, help)
-
-
-def _no_effect(name: str, help: str) -> Field:
-    return Field(name, Use.NO_EFFECT, help)
-
-
-def _refused(name: str, help: str, *neutral: object) -> Field:
-    return Field(name, Use.REFUSED, help, neutral=neutral)
 
 
 _SHARED = (
