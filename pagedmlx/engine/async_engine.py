@@ -17,6 +17,7 @@ from pagedmlx.engine.load import load_engine
 from pagedmlx.engine.outputs import Job, OutputEvent, RequestOutput
 from pagedmlx.engine.worker import EngineWorker, Sink
 from pagedmlx.progress import ProgressCallback
+from pagedmlx.text.answer_style import AnswerStyle
 from pagedmlx.text.tokenizer import Tokenizer
 
 
@@ -162,6 +163,11 @@ class AsyncEngine:
     def sampling_defaults(self) -> Mapping[str, float]:
         """Fields of ``SamplingParams`` that the model's maker recommends."""
         return self._worker.engine.sampling_defaults
+
+    @property
+    def answer_style(self) -> AnswerStyle:
+        """How the model marks reasoning and calls of tools."""
+        return self._worker.engine.answer_style
 
     @property
     def is_healthy(self) -> bool:

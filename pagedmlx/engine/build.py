@@ -21,6 +21,7 @@ from pagedmlx.models.adapter import ModelAdapter
 from pagedmlx.models.loader import LoadedModel
 from pagedmlx.models.parts import RowLayout
 from pagedmlx.models.probe import ProbeResult, probe_model, warm_up
+from pagedmlx.models.tool_parsers import find_tool_syntax
 from pagedmlx.ops import attention_paths
 from pagedmlx.progress import ProgressCallback
 from pagedmlx.sampling.sampler import Sampler
@@ -110,6 +111,7 @@ def build_engine(
                 *loaded.sampling.notes,
             ),
             sampling_defaults=loaded.sampling.values,
+            answer_style=tokenizer.find_style(find_tool_syntax),
         )
         undo.pop_all()
         return engine

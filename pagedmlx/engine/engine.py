@@ -24,6 +24,7 @@ from pagedmlx.engine.outputs import Job, OutputEvent, RequestMetrics
 from pagedmlx.engine.pacer import Pacer
 from pagedmlx.engine.request_progress import request_progress
 from pagedmlx.errors import NoTokenLeftError, PagedMLXError, RequestFailedError
+from pagedmlx.text.answer_style import AnswerStyle
 from pagedmlx.text.detokenizer import Detokenizer
 from pagedmlx.text.tokenizer import Tokenizer
 
@@ -72,6 +73,7 @@ class Engine:
         notes: Lines about how the engine was set up, for the user.
         sampling_defaults: Fields of ``SamplingParams`` that the model's maker recommends; front
             ends put them into requests that say nothing about them.
+        answer_style: How the model marks reasoning and calls of tools.
         clock: Seconds, monotonic.
     """
 
@@ -88,6 +90,7 @@ class Engine:
         state_bytes: int = 0,
         notes: tuple[str, ...] = (),
         sampling_defaults: Mapping[str, float] | None = None,
+        answer_style: AnswerStyle | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
@@ -95,6 +98,7 @@ class Engine:
         self.limits = limits
         self.notes = notes
         self.sampling_defaults = dict(sampling_defaults or {})
+        self.answer_style = answer_style or AnswerStyle()
         self._scheduler = scheduler
         self._runner = runner
         self._block_bytes = block_bytes
@@ -142,7 +146,8 @@ class Engine:
         )
         # A chat answer is a text of its own; a completion goes on from its prompt.
         context = () if prepared.job.messages is not None else prepared.prompt_token_ids
-        outputs = [self._new_output(params, context) for _ in range(params.n)]
+        shown = prepared.shown_token_ids
+        outputs = [self._new_output(params, context, shown) for _ in range(params.n)]
         prompt_logprobs = None
         if params.prompt_logprobs is not None:
             prompt_logprobs = PromptLogprobs(self.tokenizer, prepared.prompt_token_ids)
@@ -160,13 +165,19 @@ class Engine:
         self._rest_if_idle()
         return events
 
-    def _new_output(self, params: SamplingParams, context: tuple[int, ...]) -> LiveOutput:
+    def _new_output(
+        self, params: SamplingParams, context: tuple[int, ...], shown: frozenset[int]
+    ) -> LiveOutput:
         writer = None
         if params.logprobs is not None:
             writer = LogprobWriter(
-                self.tokenizer, skip_special_tokens=params.skip_special_tokens, context=context
+                self.tokenizer,
+                skip_special_tokens=params.skip_special_tokens,
+                shown=shown,
+                context=context,
             )
-        return LiveOutput(Detokenizer(self.tokenizer, params, prompt_token_ids=context), writer)
+        detokenizer = Detokenizer(self.tokenizer, params, prompt_token_ids=context, shown=shown)
+        return LiveOutput(detokenizer, writer)
 
     @property
     def has_unfinished(self) -> bool:

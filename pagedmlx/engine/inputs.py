@@ -50,6 +50,7 @@ class PreparedJob:
         params: With ``max_tokens`` resolved to a number.
         stop_token_ids: Tokens that end an output.
         bad_words: Token sequences that no output may complete.
+        shown_token_ids: Special tokens that are not left out of the text.
         arrival_s: When it came, by the engine's clock; None means when it is added.
     """
 
@@ -59,6 +60,7 @@ class PreparedJob:
     params: SamplingParams
     stop_token_ids: frozenset[int]
     bad_words: tuple[tuple[int, ...], ...] = ()
+    shown_token_ids: frozenset[int] = frozenset()
     arrival_s: float | None = None
 
     def collector(self) -> OutputCollector:
@@ -104,6 +106,7 @@ def prepare_job(job: Job, tokenizer: Tokenizer, limits: EngineLimits) -> Prepare
         params=_with_max_tokens(params, len(token_ids), limits),
         stop_token_ids=stop_token_ids,
         bad_words=_bad_words(params.bad_words, tokenizer, limits.vocab_size),
+        shown_token_ids=tokenizer.ids_of(job.shown_tokens),
     )
 
 

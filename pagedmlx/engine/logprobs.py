@@ -16,6 +16,7 @@ class LogprobWriter:
     Args:
         tokenizer: The model's.
         skip_special_tokens: They are not part of the text.
+        shown: Special tokens that are, all the same.
         context: Tokens that the text goes on from.
     """
 
@@ -24,10 +25,13 @@ class LogprobWriter:
         tokenizer: Tokenizer,
         *,
         skip_special_tokens: bool,
+        shown: frozenset[int] = frozenset(),
         context: Sequence[int] = (),
     ) -> None:
         self._tokenizer = tokenizer
-        self._spell = tokenizer.spelling(skip_special_tokens=skip_special_tokens, context=context)
+        self._spell = tokenizer.spelling(
+            skip_special_tokens=skip_special_tokens, shown=shown, context=context
+        )
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._num_chars = 0
 

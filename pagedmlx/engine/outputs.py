@@ -26,6 +26,7 @@ class Job:
         priority: Larger is served first.
         cache_salt: Cached prefixes are shared only among requests of the same salt.
         chat_template_kwargs: Further variables for the chat template.
+        shown_tokens: Special tokens that stay in the text though others are left out.
     """
 
     prompt: str | None = None
@@ -36,6 +37,7 @@ class Job:
     priority: int = 0
     cache_salt: str = ""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    shown_tokens: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

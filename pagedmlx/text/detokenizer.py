@@ -30,6 +30,7 @@ class Detokenizer:
             completion, so that a leading space that the tokenizer only writes between words is
             kept; leave it out for a chat answer, which is then the decode of the output alone.
             Byte-level tokenizers give the same text both ways.
+        shown: Special tokens that are not left out.
     """
 
     def __init__(
@@ -38,9 +39,10 @@ class Detokenizer:
         params: SamplingParams,
         *,
         prompt_token_ids: Sequence[int] = (),
+        shown: frozenset[int] = frozenset(),
     ) -> None:
         self._stream = tokenizer.token_stream(
-            skip_special_tokens=params.skip_special_tokens, context=prompt_token_ids
+            skip_special_tokens=params.skip_special_tokens, shown=shown, context=prompt_token_ids
         )
         self._stops = StopMatcher(params.stop, include=params.include_stop_str_in_output)
         self._min_tokens = params.min_tokens

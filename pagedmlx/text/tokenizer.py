@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pagedmlx.errors import InvalidRequestError, ModelLoadError, UnsupportedModelError, first_line
+from pagedmlx.text.answer_style import AnswerStyle, ToolSyntax, find_style
 from pagedmlx.text.template import render_chat
 from pagedmlx.text.token_stream import ByteStream, TokenBytes, TokenStream, WindowStream
 
@@ -68,9 +69,36 @@ class Tokenizer:
         """Whether the model came with a chat template."""
         return bool(self._inner.chat_template)
 
+    def find_style(self, find_syntax: Callable[[str, Any], ToolSyntax | None]) -> AnswerStyle:
+        """How the model marks reasoning and calls of tools in its answers.
+
+        Args:
+            find_syntax: Tells from a chat template that knows tools, and the tokenizer of
+                transformers, how calls are written.
+        """
+        return find_style(
+            self._template,
+            list(self._special.values()),
+            lambda token: self.token_to_id(token) is not None,
+            lambda template: find_syntax(template, self._inner),
+        )
+
+    @property
+    def _template(self) -> str:
+        """The chat template; of several the one for tools."""
+        template = self._inner.chat_template
+        if isinstance(template, dict):
+            template = template.get("tool_use") or template.get("default")
+        return str(template or "")
+
     def token_to_id(self, token: str) -> int | None:
         """Id of a token by its exact string, or None."""
         return self._backend.token_to_id(token)
+
+    def ids_of(self, tokens: Iterable[str]) -> frozenset[int]:
+        """Ids of those of the tokens that there are."""
+        ids = map(self.token_to_id, tokens)
+        return frozenset(token_id for token_id in ids if token_id is not None)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text.
@@ -136,18 +164,24 @@ class Tokenizer:
         return ids
 
     def token_stream(
-        self, *, skip_special_tokens: bool = True, context: Sequence[int] = ()
+        self,
+        *,
+        skip_special_tokens: bool = True,
+        shown: frozenset[int] = frozenset(),
+        context: Sequence[int] = (),
     ) -> TokenStream:
         """A fresh stream that turns ids into text one by one; ``Detokenizer`` is built on it.
 
         Args:
             skip_special_tokens: Leave special tokens out.
+            shown: Special tokens that are not left out.
             context: Ids that come before the first one.
         """
-        skipped = self.special_token_ids if skip_special_tokens else frozenset[int]()
+        skipped = self._skipped(shown, skip_special_tokens=skip_special_tokens)
         if self._spelling is None:
+            # The skipped ones never reach it.
             return WindowStream(
-                lambda ids: self.decode(ids, skip_special_tokens=skip_special_tokens),
+                lambda ids: self.decode(ids, skip_special_tokens=False),
                 skipped=skipped,
                 context=context,
             )
@@ -168,19 +202,31 @@ class Tokenizer:
         return found
 
     def spelling(
-        self, *, skip_special_tokens: bool = True, context: Sequence[int] = ()
+        self,
+        *,
+        skip_special_tokens: bool = True,
+        shown: frozenset[int] = frozenset(),
+        context: Sequence[int] = (),
     ) -> Callable[[int], bytes]:
         """A fresh function that is given ids one by one and tells what bytes each adds to the text.
 
         Args:
             skip_special_tokens: Special tokens add nothing.
+            shown: Special tokens that do.
             context: Ids that come before the first one.
         """
-        stream = self.token_stream(skip_special_tokens=skip_special_tokens, context=context)
+        stream = self.token_stream(
+            skip_special_tokens=skip_special_tokens, shown=shown, context=context
+        )
         if isinstance(stream, ByteStream):
             return stream.spell
-        skipped = self.special_token_ids if skip_special_tokens else frozenset[int]()
+        skipped = self._skipped(shown, skip_special_tokens=skip_special_tokens)
         return lambda token_id: b"" if token_id in skipped else self.token_bytes(token_id)
+
+    def _skipped(self, shown: frozenset[int], *, skip_special_tokens: bool) -> frozenset[int]:
+        if not skip_special_tokens:
+            return frozenset()
+        return self.special_token_ids - shown if shown else self.special_token_ids
 
     def _token_bytes(self, token_id: int) -> bytes:
         token = self._backend.id_to_token(token_id)
