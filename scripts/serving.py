@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
-import socket
 import subprocess
 import sys
-import time
+import threading
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
@@ -44,17 +44,10 @@ class ServerProcess:
         )
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 @contextmanager
 def server_process(model: Path, *flags: str) -> Iterator[ServerProcess]:
     """Run ``pagedmlx serve``; its log goes to stderr only if it fails."""
-    port = free_port()
-    command = [sys.executable, "-m", "pagedmlx", "serve", str(model), "--port", str(port)]
+    command = [sys.executable, "-m", "pagedmlx", "serve", str(model), "--port", "0"]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     process = subprocess.Popen(
         [*command, "--no-log-requests", *flags],
@@ -65,31 +58,35 @@ def server_process(model: Path, *flags: str) -> Iterator[ServerProcess]:
         # A terminal's Ctrl-C is for the script, which then ends the server.
         start_new_session=True,
     )
-    server = ServerProcess(port, process.pid)
+    log = ""
     try:
-        _wait_until_ready(server, process)
-        yield server
+        log, port = _read_until_ready(process)
+        yield ServerProcess(port, process.pid)
     finally:
         process.send_signal(signal.SIGINT)
         try:
-            _, log = process.communicate(timeout=20)
+            _, rest = process.communicate(timeout=20)
         except subprocess.TimeoutExpired:
             process.kill()
-            _, log = process.communicate()
+            _, rest = process.communicate()
         if process.returncode != 128 + signal.SIGINT:
-            sys.stderr.write(log)
+            sys.stderr.write(log + rest)
 
 
-def _wait_until_ready(server: ServerProcess, process: subprocess.Popen[str]) -> None:
-    end = time.monotonic() + START_S
-    while time.monotonic() < end and process.poll() is None:
-        try:
-            server.get("/ready")
-        except OSError:  # not there yet, or 503
-            time.sleep(0.1)
-        else:
-            return
-    raise SystemExit("the server didn't start")
+def _read_until_ready(process: subprocess.Popen[str]) -> tuple[str, int]:
+    """Its log up to the line that tells the port, and the port."""
+    assert process.stderr is not None
+    log = ""
+    limit = threading.Timer(START_S, process.kill)
+    limit.start()
+    try:
+        for line in process.stderr:
+            log += line
+            if found := re.search(r"serving .*:(\d+)/", line):
+                return log, int(found[1])
+    finally:
+        limit.cancel()
+    raise SystemExit(f"the server didn't start\n{log}")
 
 
 def post_bytes(path: str, body: bytes) -> bytes:

@@ -50,7 +50,7 @@ NEAR_TIE = 1e-4
 MAX_NEAR_TIES = 1 / 10_000
 GROWTH = 0.10
 ANSWER_S = 300.0
-SHORT_S = 20.0  # in less the caches are not warm
+SHORT_S = 20.0  # in less the caches are not warm, and times say nothing
 
 Stage = tuple[str, float]
 
@@ -270,7 +270,7 @@ async def run_clients(
     watcher.cancel()
 
 
-def seconds_until_idle(server: ServerProcess, most_s: float = 10.0) -> float | None:
+def seconds_until_idle(server: ServerProcess, most_s: float = 60.0) -> float | None:
     """How long it takes until no block is held any more; None if that doesn't happen."""
     begun = time.monotonic()
     while time.monotonic() < begun + most_s:
@@ -324,7 +324,8 @@ def main() -> None:
     checks = {
         "answers are right": not found.failures and found.answers > 0,
         "near ties are rare": len(found.near_ties) <= max(1, found.tokens * MAX_NEAR_TIES),
-        "blocks are back within a second": idle_s is not None and idle_s <= 1.0,
+        "blocks are back": idle_s is not None,
+        "within a second": (idle_s or 0.0) <= 1.0 or seconds < SHORT_S,
         "memory is flat": used["growth"] <= GROWTH or seconds < SHORT_S,
         "the engine is healthy": is_healthy,
     }
