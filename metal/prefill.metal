@@ -4,6 +4,10 @@
 // i % FACTOR of its row i / FACTOR. A threadgroup takes 8 * SIMDGROUPS vectors of one KV head and
 // walks the tokens that any of them sees, KEYS at a time.
 //
+// Where SHARED, a piece is made of single rows of sequences whose first tokens lie in the same
+// blocks, and an item takes a chunk of those tokens, which all of its rows see. What a row finds
+// there waits for merge.metal, which adds what decode.metal finds in the rest.
+//
 // Inputs   queries  (T, H * FACTOR, DK) of T
 //          k_pool   (blocks, H, BS, DK) of KT, or (blocks, BS, H, DK) where SLOT_MAJOR
 //          v_pool   likewise with DV
@@ -11,10 +15,14 @@
 //                   sees (p - window, p]); from [8] the items, 8 elements each:
 //                   [0] first row in queries of the item's piece, rows of one sequence in a run,
 //                   [1] the piece's rows, [2] one past the position of its last row,
-//                   [3] where in plan the sequence's block table begins, [4] the item's first vector
+//                   [3] where in plan the sequence's block table begins, [4] the item's first vector.
+//                   Where SHARED: [0] where in plan the numbers of the piece's rows are listed, [2]
+//                   one past the item's last token, [5] its first token, a multiple of KEYS
 //          sinks    (H * FACTOR,) of any type, where HAS_SINKS
 //          token    the newest token
-// Outputs  out      (T, H * FACTOR, DV) of T
+// Outputs  out      (T, H * FACTOR, DV) of T; or, where SHARED, for each vector of an item,
+//          partials (items, H, 8 * SIMDGROUPS, DV) float32, sums of V by weight, and
+//          stats    (items, H, 8 * SIMDGROUPS, 2) float32, the largest score and the sum of weights
 // Grid     items * H threadgroups of SIMDGROUPS * 32 threads
 // Threadgroup memory: KEYS rows of K and of V, each with PAD more vectors of W elements.
 // Work of a threadgroup: 8 * SIMDGROUPS vectors times the tokens that they see. The host bounds the
@@ -23,8 +31,8 @@
 // an infinity, and K and V of tokens that no row sees count as 0, whatever their slots hold. In CUDA
 // factors are of KT, queries and weights too.
 // Constants: T, KT (types); H, FACTOR, DK, DV, BS, SLOT_MAJOR, SIMDGROUPS, KEYS, W (width of a load;
-// DK and DV are multiples of 8 * W), PAD, HAS_SINKS, HAS_SOFTCAP, QUERY_SCALE (scale * log2(e), or
-// scale / softcap), SOFTCAP (softcap * log2(e)).
+// DK and DV are multiples of 8 * W), PAD, SHARED, HAS_SINKS, HAS_SOFTCAP, QUERY_SCALE (scale *
+// log2(e), or scale / softcap), SOFTCAP (softcap * log2(e)).
 
 // Products are K Q^T and V^T P^T: a SIMD-group's query vectors are the columns of its matrices.
 // A row of K or V is cut in spans of 8 loads. Place c along a side of an 8 x 8 matrix stands for
@@ -46,22 +54,33 @@ const int item = group / H;
 if (item >= plan[0]) return;
 const device int* work = plan + 8 + item * 8;
 const int num_rows = work[1];
-const int first_position = work[2] - num_rows;
 const device int* table = plan + work[3];
 const int first_vector = work[4];
 const int last_vector = min(first_vector + 8 * SIMDGROUPS, num_rows * FACTOR) - 1;
 
+// A row's place in queries, and one past the last token that it sees.
+#if SHARED
+#define ROW(i) long(plan[work[0] + (i)])
+#define END(i) work[2]
+#else
+#define ROW(i) long(work[0] + (i))
+#define END(i) (work[2] - num_rows + (i) + 1)
+#endif
+
 // What the first and the last row of the item see; the others lie between them.
-const int low_end = first_position + first_vector / FACTOR + 1;
-const int high_end = first_position + last_vector / FACTOR + 1;
+const int low_end = END(first_vector / FACTOR);
+const int high_end = END(last_vector / FACTOR);
+#if SHARED
+const int start = work[5];
+#else
 const int start = max(low_end - plan[1], 0);
+#endif
 
 const int my_first = first_vector + int(simdgroup_index_in_threadgroup) * 8;
 vec<T, W> q[K_SPANS][2];
 UNROLL for (int e = 0; e < 2; ++e) {
   const int vector = min(my_first + right_column(lane, e), last_vector);
-  const long row = work[0] + vector / FACTOR;
-  const long head = row * (H * FACTOR) + kv_head * FACTOR + vector % FACTOR;
+  const long head = ROW(vector / FACTOR) * (H * FACTOR) + kv_head * FACTOR + vector % FACTOR;
   const device T* from = queries + head * DK + right_row(lane, e) * W;
   UNROLL for (int s = 0; s < K_SPANS; ++s) {
     q[s][e] = *reinterpret_cast<const device vec<T, W>*>(from + s * 8 * W);
@@ -70,7 +89,7 @@ UNROLL for (int e = 0; e < 2; ++e) {
 // What the two vectors see whose scores a lane holds.
 int my_end[2];
 UNROLL for (int e = 0; e < 2; ++e) {
-  my_end[e] = first_position + min(my_first + col8 + e, last_vector) / FACTOR + 1;
+  my_end[e] = END(min(my_first + col8 + e, last_vector) / FACTOR);
 }
 
 threadgroup vec<KT, W> k_tile[KEYS][DK / W + PAD];
@@ -182,6 +201,19 @@ for (int base = start / KEYS * KEYS; base < high_end; base += KEYS) {
 UNROLL for (int e = 0; e < 2; ++e) {
   float sum = sum_of_column(weight_sum[e]);
   const int vector = my_first + col8 + e;
+#if SHARED
+  if (vector <= last_vector) {
+    const long place = (long(item) * H + kv_head) * (8 * SIMDGROUPS) + vector - first_vector;
+    device float* to = partials + place * DV + row8 * W;
+    UNROLL for (int s = 0; s < V_SPANS; ++s) {
+      UNROLL for (int w = 0; w < W; ++w) to[s * 8 * W + w] = acc[s * W + w].thread_elements()[e];
+    }
+    if (row8 == 0) {
+      stats[2 * place] = top[e];
+      stats[2 * place + 1] = sum;
+    }
+  }
+#else
   const int head = kv_head * FACTOR + vector % FACTOR;
   float factor = 1.0f;
 #if HAS_SINKS
@@ -192,12 +224,14 @@ UNROLL for (int e = 0; e < 2; ++e) {
 #endif
   factor = sum == 0.0f ? 0.0f : factor / sum;
   if (vector <= last_vector) {
-    const long row = work[0] + vector / FACTOR;
-    device T* to = out + (row * (H * FACTOR) + head) * DV + row8 * W;
+    device T* to = out + (ROW(vector / FACTOR) * (H * FACTOR) + head) * DV + row8 * W;
     UNROLL for (int s = 0; s < V_SPANS; ++s) {
       vec<T, W> x;
       UNROLL for (int w = 0; w < W; ++w) x[w] = T(acc[s * W + w].thread_elements()[e] * factor);
       *reinterpret_cast<device vec<T, W>*>(to + s * 8 * W) = x;
     }
   }
+#endif
 }
+#undef ROW
+#undef END

@@ -7,44 +7,24 @@ that isn't faster, through ``chunks``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
-import numpy.typing as npt
 
 from pagedmlx.core.batch import BatchArrays, Int32Array
-from pagedmlx.kv.store import KVStore, Unwritten
+from pagedmlx.kv.store import KVStore
 from pagedmlx.ops.base import AttentionParams, PagedBatch
+from pagedmlx.ops.cascade import CascadePath
 from pagedmlx.ops.chunks import Chunk, attend_chunk, plan_chunk
+from pagedmlx.ops.decode import Decode, DecodePlanner, attend_decode
 from pagedmlx.ops.in_place import dtype_name, layer_shape
-from pagedmlx.ops.launch import SIMD_WIDTH, Launch, Launcher
-from pagedmlx.ops.prefill import (
-    Prefill,
-    PrefillPath,
-    PrefillVariant,
-    attend_prefill,
-    plan_prefill,
-    prefill_variant,
-    takes_kernel,
-)
-from pagedmlx.ops.variants import (
-    MAX_ROWS,
-    DecodePath,
-    DecodeVariant,
-    GatherVariant,
-    MergeVariant,
-    PoolShape,
-    decode_by,
-)
-from pagedmlx.ops.worklist import WorkList, choose_chunk, fixed_chunks, make_work_list
+from pagedmlx.ops.launch import Launcher
+from pagedmlx.ops.prefill import Prefill, PrefillPath, attend_prefill, plan_prefill, takes_kernel
+from pagedmlx.ops.variants import MAX_ROWS, DecodePath, DecodeVariant, GatherVariant, PoolShape
 
 DEFAULT_WAVE = 528
 """Threadgroups of 4 SIMD-groups that an H200 runs at once: 132 multiprocessors with 4 each."""
-
-# From this many chunks of a sequence on, one SIMD-group merges too slowly.
-_MANY_CHUNKS = 16
-_MERGE_SIMDGROUPS = 8
 
 
 class KernelBackend:
@@ -58,6 +38,7 @@ class KernelBackend:
             nothing in its result.
         prefill: Who attends prefill chunks; also forced, it is the gather where the kernel can't.
         decode: How the decode kernel multiplies; also forced, by lanes where matrices can't.
+        cascade: Whether tokens that sequences share are attended once.
     """
 
     name = "kernels"
@@ -69,20 +50,18 @@ class KernelBackend:
         deterministic: bool = False,
         prefill: PrefillPath | str = PrefillPath.AUTO,
         decode: DecodePath | str = DecodePath.AUTO,
+        cascade: CascadePath | str = CascadePath.AUTO,
     ) -> None:
         self._launch = launcher
-        self._wave = wave
-        self._deterministic = deterministic
         self._prefill = PrefillPath(prefill)
-        self._decode_path = DecodePath(decode)
-        self._prefills: dict[DecodeVariant, PrefillVariant] = {}
+        self._planner = DecodePlanner(
+            launcher.platform, wave, deterministic, DecodePath(decode), CascadePath(cascade)
+        )
         self._gathers: dict[PoolShape, GatherVariant] = {}
         self._batch: PagedBatch | None = None
         self._plans: dict[tuple[int, int | None, int], _Plan] = {}
         self._kinds: dict[tuple[int, int | None, int], DecodeVariant] = {}
         self._layers: dict[int, tuple[object, DecodeVariant]] = {}
-        self._variants: dict[DecodeVariant, DecodeVariant] = {}
-        self._merges: dict[MergeVariant, MergeVariant] = {}
 
     def attend(
         self,
@@ -111,7 +90,8 @@ class KernelBackend:
                 alone = len(plan.parts) == 1 and plan.order is None
                 can_write = alone and part.work.variant.parts == 1
                 new = store.claim(layer, rows.dtype) if can_write else None
-                parts.append(self._decode(rows, layer, store, part.work, params, new))
+                output = attend_decode(self._launch, rows, layer, store, part.work, params, new)
+                parts.append(output)
         output = parts[0] if len(parts) == 1 else mx.concatenate(parts)
         return output if plan.inverse is None else output[plan.inverse]
 
@@ -128,7 +108,7 @@ class KernelBackend:
         return DecodePlans(
             tuple(self._kinds),
             tuple(
-                self._plan_decode(host, sequences, group, window, base)
+                self._planner.plan(host, sequences, group, window, base)
                 for (group, window, _), base in self._kinds.items()
             ),
         )
@@ -136,9 +116,10 @@ class KernelBackend:
     def follow(self, batch: PagedBatch, plans: DecodePlans, arrays: Sequence[mx.array]) -> None:
         """Take these plans for a batch, their arrays being on the device."""
         self._batch = batch
+        taken = iter(arrays)
         self._plans = {
-            key: _Plan((_Part(slice(0, work.num_rows), replace(work, plan=array)),), None, None)
-            for key, work, array in zip(plans.keys, plans.works, arrays, strict=True)
+            key: _Plan((_Part(slice(0, work.num_rows), work.with_plans(taken)),), None, None)
+            for key, work in zip(plans.keys, plans.works, strict=True)
         }
 
     def _plan(
@@ -179,7 +160,7 @@ class KernelBackend:
             scale=params.scale,
             softcap=params.softcap,
         )
-        variant = self._variants.setdefault(variant, variant)
+        variant = self._planner.interned(variant)
         self._layers[layer] = (kind, variant)
         return variant
 
@@ -192,15 +173,15 @@ class KernelBackend:
         many = np.flatnonzero(counts > MAX_ROWS)
         parts: list[_Part] = []
 
-        def add(work: _Decode | Prefill | Chunk) -> None:
+        def add(work: Decode | Prefill | Chunk) -> None:
             row = parts[-1].rows.stop if parts else 0
             parts.append(_Part(slice(row, row + work.num_rows), work))
 
         for sequences in (single, few):
             if len(sequences):
-                work = self._plan_decode(host, sequences, group, window, base)
-                add(replace(work, plan=mx.array(work.plan)))
-        variant = self._prefills.setdefault(base, prefill_variant(base))
+                work = self._planner.plan(host, sequences, group, window, base)
+                add(work.with_plans(map(mx.array, work.plans)))
+        variant = self._planner.prefill_variant(base)
         if takes_kernel(self._prefill, variant, self._launch.platform):
             if len(many):
                 for launch in plan_prefill(host, many, group, window, variant):
@@ -215,117 +196,6 @@ class KernelBackend:
             return _Plan(tuple(parts), None, None)
         return _Plan(tuple(parts), mx.array(flat), mx.array(np.argsort(flat)))
 
-    def _plan_decode(
-        self,
-        host: BatchArrays,
-        sequences: npt.NDArray[np.intp],
-        group: int,
-        window: int | None,
-        base: DecodeVariant,
-    ) -> _Decode:
-        counts = np.diff(host.query_start_loc)[sequences]
-        ends = host.context_lens[sequences]
-        lows = np.zeros_like(ends)
-        if window is not None:
-            lows = np.maximum(ends - counts - window + 1, 0)
-        rows = 1
-        while rows < counts.max():
-            rows *= 2
-        fixed = self._deterministic
-        if fixed and rows > 1:
-            rows = MAX_ROWS
-        whole = decode_by(self._decode_path, replace(base, rows=rows), self._launch.platform)
-        whole = self._interned(whole)
-        groups_per_item = whole.pool.num_kv_heads * whole.parts
-        if fixed:
-            chunks = fixed_chunks(lows, ends)
-        else:
-            chunks = choose_chunk(lows, ends, groups_per_item, self._wave)
-        tables = host.groups[group].block_tables[sequences]
-        work = make_work_list(counts, lows, ends, tables, chunks, window)
-        # What isn't cut takes another path to the same sum, so neighbours would change its bits.
-        if work.max_chunks == 1 and not fixed:
-            if 2 * work.num_items * groups_per_item <= self._wave and whole.can_be_wider:
-                whole = self._interned(replace(whole, num_simdgroups=2 * whole.num_simdgroups))
-            return self._steps(work, whole, None)
-        split = self._interned(replace(whole, split=True))
-        many = fixed or work.max_chunks > _MANY_CHUNKS
-        merge = MergeVariant(split, _MERGE_SIMDGROUPS if many else 1)
-        merge = self._merges.setdefault(merge, merge)
-        return self._steps(work, split, merge)
-
-    def _steps(self, work: WorkList, variant: DecodeVariant, merge: MergeVariant | None) -> _Decode:
-        writing = self._interned(replace(variant, writes=True))
-        return _Decode(work.plan, work.num_items, work.num_rows, variant, writing, merge)
-
-    def _interned(self, variant: DecodeVariant) -> DecodeVariant:
-        """The one object for equal variants, so that texts are put together once."""
-        return self._variants.setdefault(variant, variant)
-
-    def _decode(
-        self,
-        queries: mx.array,
-        layer: int,
-        store: KVStore,
-        work: _Decode,
-        params: AttentionParams,
-        new: Unwritten | None,
-    ) -> mx.array:
-        pool, token = store.bind(layer)
-        plan = work.plan
-        assert isinstance(plan, mx.array)
-        variant = work.variant if new is None else work.writing
-        num_kv_heads, v_head_dim = variant.pool.num_kv_heads, variant.pool.v_head_dim
-        sinks = [] if params.sinks is None else [params.sinks]
-        out_shape = (work.num_rows, num_kv_heads * variant.factor, v_head_dim)
-        inputs = [queries, *pool.bound, plan]
-        shapes: list[tuple[int, ...]] = [out_shape]
-        dtypes = [queries.dtype]
-        if work.merge is None:
-            inputs += sinks
-        else:
-            partials = (work.num_items, num_kv_heads, variant.vectors)
-            shapes = [(*partials, v_head_dim), (*partials, 2)]
-            dtypes = [mx.float32, mx.float32]
-        inputs.append(token)
-        if new is not None:
-            inputs += [new.keys, new.values]
-            shapes = [*shapes, token.shape]
-            dtypes = [*dtypes, token.dtype]
-        threads = variant.num_simdgroups * SIMD_WIDTH
-        num_threads = work.num_items * num_kv_heads * variant.parts * threads
-        outputs = self._launch(Launch(variant.kernel, inputs, num_threads, threads, shapes, dtypes))
-        if new is not None:
-            store.wrote(outputs.pop())
-        if work.merge is None:
-            return outputs[0]
-        threads = work.merge.num_simdgroups * SIMD_WIDTH
-        return self._launch(
-            Launch(
-                work.merge.kernel,
-                [*outputs, plan, *sinks],
-                out_shape[0] * out_shape[1] * threads,
-                threads,
-                [out_shape],
-                [queries.dtype],
-            )
-        )[0]
-
-
-@dataclass(frozen=True, slots=True)
-class _Decode:
-    """Sequences with few rows: the plan, at last on the device, and the kernels that follow it.
-
-    ``writing`` is ``variant`` that also writes the rows' K and V.
-    """
-
-    plan: mx.array | Int32Array
-    num_items: int
-    num_rows: int
-    variant: DecodeVariant
-    writing: DecodeVariant
-    merge: MergeVariant | None
-
 
 @dataclass(frozen=True, slots=True)
 class DecodePlans:
@@ -337,20 +207,17 @@ class DecodePlans:
     """
 
     keys: tuple[tuple[int, int | None, int], ...]
-    works: tuple[_Decode, ...]
+    works: tuple[Decode, ...]
 
     @property
     def arrays(self) -> list[Int32Array]:
         """What differs from step to step, not on the device yet."""
-        return [np.asarray(work.plan) for work in self.works]
+        return [np.asarray(plan) for work in self.works for plan in work.plans]
 
     @property
     def shape(self) -> tuple[object, ...]:
         """What must agree for two steps to be the same graph."""
-        return tuple(
-            (key, work.num_items, work.num_rows, work.plan.size, work.variant, work.merge)
-            for key, work in zip(self.keys, self.works, strict=True)
-        )
+        return tuple((key, *work.shape) for key, work in zip(self.keys, self.works, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,7 +225,7 @@ class _Part:
     """Rows of the plan's order, and how they are attended."""
 
     rows: slice
-    work: _Decode | Prefill | Chunk
+    work: Decode | Prefill | Chunk
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,10 @@ class PrefillPath(StrEnum):
 
 @dataclass(frozen=True)
 class PrefillVariant:
-    """``prefill.metal`` for one pool and one kind of attention layer; see ``DecodeVariant``."""
+    """``prefill.metal`` for one pool and one kind of attention layer; see ``DecodeVariant``.
+
+    ``shared`` is for rows of several sequences that begin alike; see ``cascade``.
+    """
 
     pool: PoolShape
     dtype: str
@@ -60,6 +63,7 @@ class PrefillVariant:
     sinks: bool = False
     scale: float = 1.0
     softcap: float | None = None
+    shared: bool = False
 
     @property
     def is_supported(self) -> bool:
@@ -71,6 +75,11 @@ class PrefillVariant:
     def vectors(self) -> int:
         """Query vectors of a threadgroup."""
         return 8 * _NUM_SIMDGROUPS
+
+    @property
+    def threads(self) -> int:
+        """Threads of a threadgroup."""
+        return _NUM_SIMDGROUPS * SIMD_WIDTH
 
     @cached_property
     def load_width(self) -> int:
@@ -101,6 +110,7 @@ class PrefillVariant:
             "KEYS": self.keys,
             "W": self.load_width,
             "PAD": self.padding,
+            "SHARED": int(self.shared),
             "HAS_SINKS": int(self.sinks),
             "HAS_SOFTCAP": int(self.softcap is not None),
             "QUERY_SCALE": scale,
@@ -110,7 +120,7 @@ class PrefillVariant:
             "prefill",
             constants,
             ("queries", "k_pool", "v_pool", "plan", *(("sinks",) if self.sinks else ()), "token"),
-            ("out",),
+            ("partials", "stats") if self.shared else ("out",),
             threadgroup_bytes=self._tile_bytes(self.keys),
         )
         return with_matrices(kernel)
@@ -266,13 +276,12 @@ def attend_prefill(
     pool, token = store.bind(layer)
     sinks = [] if params.sinks is None else [params.sinks]
     variant = prefill.variant
-    threads = _NUM_SIMDGROUPS * SIMD_WIDTH
     return launcher(
         Launch(
             variant.kernel,
             [queries, *pool.bound, prefill.plan, *sinks, token],
-            prefill.num_items * variant.pool.num_kv_heads * threads,
-            threads,
+            prefill.num_items * variant.pool.num_kv_heads * variant.threads,
+            variant.threads,
             [(prefill.num_rows, queries.shape[1], variant.pool.v_head_dim)],
             [queries.dtype],
         )

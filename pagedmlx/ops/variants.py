@@ -270,10 +270,12 @@ class MergeVariant:
     Attributes:
         decode: That variant.
         num_simdgroups: SIMD-groups of a threadgroup; more for many chunks.
+        shared_vectors: Vectors of a threadgroup of a cascade's shared part; 0 without one.
     """
 
     decode: DecodeVariant
     num_simdgroups: int = 1
+    shared_vectors: int = 0
 
     @cached_property
     def kernel(self) -> Kernel:
@@ -287,11 +289,16 @@ class MergeVariant:
             "VECTORS": decode.vectors,
             "SIMDGROUPS": self.num_simdgroups,
             "HAS_SINKS": int(decode.sinks),
+            "SHARED": self.shared_vectors,
         }
         return make_kernel(
             "merge",
             constants,
-            ("partials", "stats", "plan", *(("sinks",) if decode.sinks else ())),
+            (
+                *("partials", "stats", "plan"),
+                *(("sinks",) if decode.sinks else ()),
+                *(("shared_partials", "shared_stats") if self.shared_vectors else ()),
+            ),
             ("out",),
             threadgroup_bytes=4 * self.num_simdgroups * decode.pool.v_head_dim,
         )

@@ -11,7 +11,7 @@ from pagedmlx.core.batch import Int32Array
 
 HEADER = 8
 ITEM = 8
-MERGE_ROW = 4
+MERGE_ROW = 8
 MIN_CHUNK = 64
 MAX_CHUNK = 2048
 SHORT = 512
@@ -35,6 +35,13 @@ class WorkList:
     num_items: int
     num_rows: int
     max_chunks: int
+
+    @property
+    def merge_rows(self) -> Int32Array:
+        """The merge list: a view, (num_rows, MERGE_ROW)."""
+        first = int(self.plan[2])
+        rows = self.plan[first : first + MERGE_ROW * self.num_rows]
+        return rows.reshape(self.num_rows, MERGE_ROW)
 
 
 def choose_chunk(lows: Int32Array, ends: Int32Array, groups_per_item: int, wave: int) -> int:

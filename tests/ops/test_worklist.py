@@ -54,7 +54,7 @@ def test_every_token_is_in_one_item_and_every_row_merges_its_own_items(
         assert edges[-1] == ends[sequence]
         assert len(parts) <= work.max_chunks
         for index in range(num_rows[sequence]):
-            assert merges[row + index].tolist() == [parts[0][2], len(parts), index, 0]
+            assert merges[row + index].tolist() == [parts[0][2], len(parts), index, *[0] * 5]
 
 
 def test_blocks_that_are_not_there_become_valid_ids() -> None:

@@ -1,0 +1,238 @@
+"""Cascade attention: tokens that several sequences share are attended once, for all their rows.
+
+Sequences that begin alike hold the same blocks. Decoding them one by one reads those blocks once
+for each; here ``prefill.metal`` attends them with the rows of all sharers at a time, ``decode``
+attends what each sequence has for itself, and ``merge.metal`` puts both together by log-sum-exp.
+After the cascade inference of FlashInfer and Hydragen (Juravsky et al., 2024), with one level.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from pagedmlx.core.batch import Int32Array
+from pagedmlx.kv.store import KVStore
+from pagedmlx.ops.launch import Launch, Launcher
+from pagedmlx.ops.prefill import PrefillVariant
+from pagedmlx.ops.worklist import HEADER, ITEM, MAX_CHUNK, MIN_CHUNK, UNLIMITED, WorkList, bucket
+
+
+class CascadePath(StrEnum):
+    """Whether shared tokens are attended once, however few they are.
+
+    ``auto`` is ``off`` for now: nobody has measured yet from where on it is faster.
+    """
+
+    AUTO = "auto"
+    ON = "on"
+    OFF = "off"
+
+
+@dataclass(frozen=True, slots=True)
+class SharedRun:
+    """Sequences whose first tokens lie in the same blocks.
+
+    Attributes:
+        sequences: Their places, at least two.
+        num_tokens: How many tokens, whole blocks of them; fewer than any of them has.
+    """
+
+    sequences: npt.NDArray[np.intp]
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cascade:
+    """The shared part of a decode step.
+
+    Attributes:
+        plan: As ``prefill.metal`` reads it where SHARED; at last on the device.
+        num_items: Work items that the grid must have room for.
+        variant: The kernel.
+        max_chunks: Shared results of the row that has most.
+        lows: (S,) the first token that is left to each sequence.
+        merges: (S, 3) what ``merge.metal`` needs of each row: its run's first item, the chunks of
+            a tile, and its place in the run.
+    """
+
+    plan: mx.array | Int32Array
+    num_items: int
+    variant: PrefillVariant
+    max_chunks: int
+    lows: Int32Array
+    merges: Int32Array
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """What must agree for two steps to be the same graph."""
+        return self.num_items, self.plan.size, self.variant
+
+    def mark(self, work: WorkList) -> None:
+        """Tell each row of a work list which shared results are its own."""
+        work.merge_rows[:, 3:6] = self.merges
+
+
+def try_cascade(
+    path: CascadePath,
+    tables: Int32Array,
+    context_lens: Int32Array,
+    variant: PrefillVariant,
+    wave: int,
+) -> Cascade | None:
+    """Plan what is shared, if enough is.
+
+    Args:
+        path: Whether to.
+        tables: (S, B) block tables; row s of the queries belongs to sequence s.
+        context_lens: (S,) tokens of each sequence.
+        variant: The prefill of these layers.
+        wave: Threadgroups that the device runs at once.
+    """
+    if path is not CascadePath.ON or not variant.is_supported or len(tables) < 2:
+        return None
+    runs = find_runs(tables, context_lens, variant.pool.block_size)
+    return plan_cascade(runs, tables, variant, wave) if runs else None
+
+
+def find_runs(tables: Int32Array, context_lens: Int32Array, block_size: int) -> list[SharedRun]:
+    """Find who shares what; no sequence is in two runs.
+
+    Args:
+        tables: (S, B) block tables.
+        context_lens: (S,) tokens of each sequence; the last one's block is its own.
+        block_size: Tokens in a block.
+    """
+    # Blocks before the one with the newest token.
+    most = (context_lens - 1) // block_size
+    left = np.flatnonzero(most)
+    runs: list[SharedRun] = []
+    while True:
+        candidates = list(_candidates(tables, most, left))
+        if not candidates:
+            return runs
+        best = max(candidates, key=_num_spared)
+        runs.append(SharedRun(np.sort(best.sequences), best.num_tokens * block_size))
+        left = np.setdiff1d(left, best.sequences, assume_unique=True)
+
+
+def _candidates(
+    tables: Int32Array, most: Int32Array, sequences: npt.NDArray[np.intp]
+) -> Iterator[SharedRun]:
+    """Runs that each spare most among sequences that begin alike, counted in blocks."""
+    todo = list(_alike(sequences, tables[sequences, 0]))
+    while todo:
+        alike = todo.pop()
+        # How many blocks each has in common with the first of them.
+        limit = np.minimum(most[alike], most[alike[0]])
+        differ = tables[alike, : limit.max()] != tables[alike[0], : limit.max()]
+        common = np.where(differ.any(axis=1), differ.argmax(axis=1), limit)
+        common = np.minimum(common, limit)
+        order = np.argsort(-common, kind="stable")
+        best = int((common[order] * np.arange(len(order))).argmax())
+        yield SharedRun(alike[order[: best + 1]], int(common[order[best]]))
+        # Those who leave the first at the same place may go on together.
+        for place in np.unique(common[1:]):
+            leaving = alike[1:][(common[1:] == place) & (most[alike[1:]] > place)]
+            todo += _alike(leaving, tables[leaving, place])
+
+
+def _alike(sequences: npt.NDArray[np.intp], blocks: Int32Array) -> Iterator[npt.NDArray[np.intp]]:
+    """Sequences with the same block, where there are several."""
+    found, counts = np.unique(blocks, return_counts=True)
+    for block in found[counts > 1]:
+        yield sequences[blocks == block]
+
+
+def _num_spared(run: SharedRun) -> int:
+    return run.num_tokens * (len(run.sequences) - 1)
+
+
+def plan_cascade(
+    runs: Sequence[SharedRun], tables: Int32Array, variant: PrefillVariant, wave: int
+) -> Cascade:
+    """Cut the shared tokens into chunks, and the vectors that attend them into tiles.
+
+    Args:
+        runs: From ``find_runs``; at least one.
+        tables: As for ``try_cascade``.
+        variant: Likewise.
+        wave: Likewise.
+    """
+    pool = variant.pool
+    num_tiles = [-(-len(run.sequences) * variant.factor // variant.vectors) for run in runs]
+    chunk = MIN_CHUNK
+    while chunk < MAX_CHUNK and _num_groups(runs, num_tiles, chunk) * pool.num_kv_heads > wave:
+        chunk *= 2
+
+    num_items = _num_groups(runs, num_tiles, chunk)
+    at = HEADER + ITEM * num_items
+    sizes = [len(run.sequences) + run.num_tokens // pool.block_size for run in runs]
+    plan = np.zeros(bucket(at + sum(sizes)), dtype=np.int32)
+    plan[:2] = num_items, UNLIMITED
+    merges = np.zeros((len(tables), 3), dtype=np.int32)
+    lows = np.zeros(len(tables), dtype=np.int32)
+    items = plan[HEADER:at].reshape(num_items, ITEM)
+    first_item = 0
+    for run, tiles, size in zip(runs, num_tiles, sizes, strict=True):
+        num_rows = len(run.sequences)
+        starts = np.arange(0, run.num_tokens, chunk)
+        mine = items[first_item : first_item + tiles * len(starts)]
+        mine[:, 0] = at
+        mine[:, 1] = num_rows
+        mine[:, 2] = np.tile(np.minimum(starts + chunk, run.num_tokens), tiles)
+        mine[:, 3] = at + num_rows
+        mine[:, 4] = np.repeat(np.arange(tiles) * variant.vectors, len(starts))
+        mine[:, 5] = np.tile(starts, tiles)
+        plan[at : at + num_rows] = run.sequences
+        plan[at + num_rows : at + size] = tables[run.sequences[0], : size - num_rows]
+        merges[run.sequences] = first_item, len(starts), 0
+        merges[run.sequences, 2] = np.arange(num_rows)
+        lows[run.sequences] = run.num_tokens
+        first_item += len(mine)
+        at += size
+    shared = replace(variant, sinks=False, shared=True)
+    max_chunks = int(merges[:, 1].max())
+    return Cascade(plan, bucket(num_items), shared, max_chunks, lows, merges)
+
+
+def _num_groups(runs: Sequence[SharedRun], num_tiles: Sequence[int], chunk: int) -> int:
+    """Work items if each chunk of a run has this many tokens."""
+    return sum(n * -(-run.num_tokens // chunk) for run, n in zip(runs, num_tiles, strict=True))
+
+
+def attend_shared(
+    launcher: Launcher, queries: mx.array, layer: int, store: KVStore, cascade: Cascade
+) -> list[mx.array]:
+    """Attend the shared tokens.
+
+    Args:
+        launcher: Runs the kernel.
+        queries: (S, num_heads, k_head_dim).
+        layer: The layer whose K and V are read.
+        store: Owner of the pool.
+        cascade: From ``plan_cascade``.
+
+    Returns:
+        Partial results (items, H, vectors, v_head_dim) and their stats (items, H, vectors, 2),
+        float32, for ``merge.metal``.
+    """
+    pool, token = store.bind(layer)
+    variant = cascade.variant
+    assert isinstance(cascade.plan, mx.array)
+    partials = (cascade.num_items, variant.pool.num_kv_heads, variant.vectors)
+    return launcher(
+        Launch(
+            variant.kernel,
+            [queries, *pool.bound, cascade.plan, token],
+            cascade.num_items * variant.pool.num_kv_heads * variant.threads,
+            variant.threads,
+            [(*partials, variant.pool.v_head_dim), (*partials, 2)],
+            [mx.float32, mx.float32],
+        )
+    )

@@ -1,0 +1,235 @@
+"""Attention of sequences with few rows: how it is planned once a step, and launched in a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from pagedmlx.core.batch import BatchArrays, Int32Array
+from pagedmlx.kv.store import KVStore, Unwritten
+from pagedmlx.ops.base import AttentionParams
+from pagedmlx.ops.cascade import (
+    Cascade,
+    CascadePath,
+    attend_shared,
+    try_cascade,
+)
+from pagedmlx.ops.launch import SIMD_WIDTH, Launch, Launcher, Platform
+from pagedmlx.ops.prefill import PrefillVariant, prefill_variant
+from pagedmlx.ops.variants import MAX_ROWS, DecodePath, DecodeVariant, MergeVariant, decode_by
+from pagedmlx.ops.worklist import WorkList, choose_chunk, fixed_chunks, make_work_list
+
+# From this many chunks of a sequence on, one SIMD-group merges too slowly.
+_MANY_CHUNKS = 16
+_MERGE_SIMDGROUPS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """Sequences with few rows: the plan, at last on the device, and the kernels that follow it.
+
+    ``writing`` is ``variant`` that also writes the rows' K and V.
+    """
+
+    plan: mx.array | Int32Array
+    num_items: int
+    num_rows: int
+    variant: DecodeVariant
+    writing: DecodeVariant
+    merge: MergeVariant | None
+    cascade: Cascade | None
+
+    @property
+    def plans(self) -> list[mx.array | Int32Array]:
+        """All that differs from step to step."""
+        return [self.plan] if self.cascade is None else [self.plan, self.cascade.plan]
+
+    def with_plans(self, arrays: Iterator[mx.array]) -> Decode:
+        """The same with its plans on the device, taken in the order of ``plans``."""
+        work = replace(self, plan=next(arrays))
+        if self.cascade is None:
+            return work
+        return replace(work, cascade=replace(self.cascade, plan=next(arrays)))
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """What must agree for two steps to be the same graph."""
+        shared = None if self.cascade is None else self.cascade.shape
+        return self.num_items, self.num_rows, self.plan.size, self.variant, self.merge, shared
+
+
+class DecodePlanner:
+    """Chooses kernels and cuts work for them.
+
+    Args:
+        platform: Whose kernels.
+        wave: Threadgroups that the device runs at once.
+        deterministic: Cut each sequence by its own length alone.
+        path: How the decode kernel multiplies.
+        cascade: Whether tokens that sequences share are attended once.
+    """
+
+    def __init__(
+        self,
+        platform: Platform,
+        wave: int,
+        deterministic: bool,
+        path: DecodePath,
+        cascade: CascadePath,
+    ) -> None:
+        self._platform = platform
+        self._wave = wave
+        self._deterministic = deterministic
+        self._path = path
+        self._cascade = cascade
+        self._variants: dict[DecodeVariant, DecodeVariant] = {}
+        self._merges: dict[MergeVariant, MergeVariant] = {}
+        self._prefills: dict[DecodeVariant, PrefillVariant] = {}
+
+    def plan(
+        self,
+        host: BatchArrays,
+        sequences: npt.NDArray[np.intp],
+        group: int,
+        window: int | None,
+        base: DecodeVariant,
+    ) -> Decode:
+        """Plan some sequences of a step; nothing is on the device yet.
+
+        Args:
+            host: The step.
+            sequences: Which sequences, each with at most MAX_ROWS rows; their rows come in this
+                order.
+            group: The KV group.
+            window: Tokens that a row sees; None is all.
+            base: What is fixed for these layers.
+        """
+        counts = np.diff(host.query_start_loc)[sequences]
+        ends = host.context_lens[sequences]
+        tables = host.groups[group].block_tables[sequences]
+        rows = 1
+        while rows < counts.max():
+            rows *= 2
+        fixed = self._deterministic
+        cascade = None
+        lows = np.zeros_like(ends)
+        if window is not None:
+            lows = np.maximum(ends - counts - window + 1, 0)
+        elif rows == 1 and not fixed:
+            prefill = self.prefill_variant(base)
+            cascade = try_cascade(self._cascade, tables, ends, prefill, self._wave)
+            lows = lows if cascade is None else cascade.lows
+        if fixed and rows > 1:
+            rows = MAX_ROWS
+        whole = decode_by(self._path, replace(base, rows=rows), self._platform)
+        whole = self.interned(whole)
+        groups_per_item = whole.pool.num_kv_heads * whole.parts
+        if fixed:
+            chunks = fixed_chunks(lows, ends)
+        else:
+            chunks = choose_chunk(lows, ends, groups_per_item, self._wave)
+        work = make_work_list(counts, lows, ends, tables, chunks, window)
+        # What isn't cut takes another path to the same sum, so neighbours would change its bits.
+        if work.max_chunks == 1 and not fixed and cascade is None:
+            if 2 * work.num_items * groups_per_item <= self._wave and whole.can_be_wider:
+                whole = self.interned(replace(whole, num_simdgroups=2 * whole.num_simdgroups))
+            return self._steps(work, whole, None, None)
+        num_chunks, shared_vectors = work.max_chunks, 0
+        if cascade is not None:
+            cascade.mark(work)
+            num_chunks += cascade.max_chunks
+            shared_vectors = cascade.variant.vectors
+        split = self.interned(replace(whole, split=True))
+        many = fixed or num_chunks > _MANY_CHUNKS
+        merge = MergeVariant(split, _MERGE_SIMDGROUPS if many else 1, shared_vectors)
+        merge = self._merges.setdefault(merge, merge)
+        return self._steps(work, split, merge, cascade)
+
+    def prefill_variant(self, base: DecodeVariant) -> PrefillVariant:
+        """The prefill of the same layers."""
+        return self._prefills.setdefault(base, prefill_variant(base))
+
+    def interned(self, variant: DecodeVariant) -> DecodeVariant:
+        """The one object for equal variants, so that texts are put together once."""
+        return self._variants.setdefault(variant, variant)
+
+    def _steps(
+        self,
+        work: WorkList,
+        variant: DecodeVariant,
+        merge: MergeVariant | None,
+        cascade: Cascade | None,
+    ) -> Decode:
+        writing = self.interned(replace(variant, writes=True))
+        return Decode(work.plan, work.num_items, work.num_rows, variant, writing, merge, cascade)
+
+
+def attend_decode(
+    launcher: Launcher,
+    queries: mx.array,
+    layer: int,
+    store: KVStore,
+    work: Decode,
+    params: AttentionParams,
+    new: Unwritten | None,
+) -> mx.array:
+    """Attend the rows of a plan.
+
+    Args:
+        launcher: Runs the kernels.
+        queries: (S, num_heads, k_head_dim).
+        layer: The layer whose K and V are read.
+        store: Owner of the pool.
+        work: From ``DecodePlanner.plan``, its plans being on the device.
+        params: The layer's settings.
+        new: K and V of the rows, if they are to be written here.
+
+    Returns:
+        (S, num_heads, v_head_dim) in the type of ``queries``.
+    """
+    pool, token = store.bind(layer)
+    plan = work.plan
+    assert isinstance(plan, mx.array)
+    variant = work.variant if new is None else work.writing
+    num_kv_heads, v_head_dim = variant.pool.num_kv_heads, variant.pool.v_head_dim
+    sinks = [] if params.sinks is None else [params.sinks]
+    out_shape = (work.num_rows, num_kv_heads * variant.factor, v_head_dim)
+    inputs = [queries, *pool.bound, plan]
+    shapes: list[tuple[int, ...]] = [out_shape]
+    dtypes = [queries.dtype]
+    if work.merge is None:
+        inputs += sinks
+    else:
+        partials = (work.num_items, num_kv_heads, variant.vectors)
+        shapes = [(*partials, v_head_dim), (*partials, 2)]
+        dtypes = [mx.float32, mx.float32]
+    inputs.append(token)
+    if new is not None:
+        inputs += [new.keys, new.values]
+        shapes = [*shapes, token.shape]
+        dtypes = [*dtypes, token.dtype]
+    threads = variant.num_simdgroups * SIMD_WIDTH
+    num_threads = work.num_items * num_kv_heads * variant.parts * threads
+    outputs = launcher(Launch(variant.kernel, inputs, num_threads, threads, shapes, dtypes))
+    if new is not None:
+        store.wrote(outputs.pop())
+    if work.merge is None:
+        return outputs[0]
+    shared = []
+    if work.cascade is not None:
+        shared = attend_shared(launcher, queries, layer, store, work.cascade)
+    threads = work.merge.num_simdgroups * SIMD_WIDTH
+    return launcher(
+        Launch(
+            work.merge.kernel,
+            [*outputs, plan, *sinks, *shared],
+            out_shape[0] * out_shape[1] * threads,
+            threads,
+            [out_shape],
+            [queries.dtype],
+        )
+    )[0]
