@@ -46,18 +46,19 @@ _EMPTY = np.empty(0, np.int32)
 
 @dataclass(frozen=True)
 class Shape:
-    """Sequences by their contexts, and the heads."""
+    """Sequences by their contexts, all of which begin with ``shared`` tokens, and the heads."""
 
     name: str
     contexts: tuple[int, ...]
     num_heads: int = 32
     num_kv_heads: int = 8
     head_dim: int = 128
+    shared: int = 0
 
     @property
     def layer_bytes(self) -> int:
         """K and V that one layer must read."""
-        return sum(self.contexts) * self.token_bytes
+        return (sum(self.contexts) - (len(self.contexts) - 1) * self.shared) * self.token_bytes
 
     @property
     def token_bytes(self) -> int:
@@ -83,6 +84,14 @@ FACTORS = (
     Shape("factor 1, D 128, 16 x 1024", (1024,) * 16, 32, 32, 128),
 )
 """Each by lanes and by matrices; matrices leave factor 1 to the lanes."""
+SHARED = tuple(
+    Shape(f"{count} x ({shared} shared + {own})", (shared + own,) * count, shared=shared)
+    for count, shared, own in (
+        *((16, 8192, 128), (16, 2048, 512), (8, 4096, 128), (4, 4096, 256), (2, 8192, 128)),
+        *((64, 2048, 256), (64, 512, 512), (16, 512, 128), (2, 512, 64)),
+    )
+)
+"""Each with and without a cascade: where it pays, and where it doesn't."""
 
 
 def main() -> int:
@@ -104,6 +113,7 @@ def main() -> int:
             if decode is not DecodePath.AUTO
             for row in _each(FACTORS, partial(measure_decode, decode=decode))
         ],
+        "cascade": lambda: _each(SHARED, measure_cascade),
         "slot_major": lambda: _each(MAIN[:4], partial(measure_decode, order=AxisOrder.SLOT_MAJOR)),
         "sdpa": lambda: [
             row for extra in (0, 1) for row in _each(MAIN[:2], partial(measure_sdpa, extra=extra))
@@ -170,6 +180,7 @@ class Layers:
         num_rows: int = 1,
         prefill: str = "auto",
         decode: str = "auto",
+        cascade: str = "off",
     ) -> None:
         self.shape = shape
         self.num_layers = min(64, max(4, -(-ROTATED_BYTES // shape.layer_bytes)))
@@ -185,10 +196,10 @@ class Layers:
         self.num_blocks = sum(-(-context // BLOCK_SIZE) for context in shape.contexts)
         self.launcher = MLXLauncher(_platform())
         self.store = KVStore(layout, (self.num_blocks,), 0.01, InPlaceWriter(self.launcher))
-        self.host = lay_out(spans, self.num_blocks)
+        self.host = lay_out(spans, self.num_blocks, shape.shared)
         self.batch = upload(self.host)
         mx.eval(self.batch.groups[0].slot_mapping)
-        self.backend = KernelBackend(self.launcher, prefill=prefill, decode=decode)
+        self.backend = KernelBackend(self.launcher, prefill=prefill, decode=decode, cascade=cascade)
         self.params = AttentionParams(scale=shape.head_dim**-0.5)
         self.queries = _normal((self.host.num_rows, shape.num_heads, shape.head_dim))
         rows = (self.host.num_rows, shape.num_kv_heads, shape.head_dim)
@@ -232,6 +243,30 @@ def measure_decode(
         result[name] = round(_best(steps) / STEPS / CHAIN * 1e6, 2)
     result["host_build_us"] = round(_build_seconds(layers, write) / CHAIN * 1e6, 2)
     result["gb_per_s"] = round(shape.layer_bytes / result["us"] / 1e3)
+    return result
+
+
+def measure_cascade(shape: Shape) -> dict[str, Any]:
+    """A layer with and without a cascade, taking turns; and what planning a step costs the host."""
+    both = {name: Layers(shape, cascade=name) for name in ("off", "on")}
+    seconds: dict[str, list[float]] = {name: [] for name in both}
+    for _ in range(ROUNDS):
+        for name, layers in both.items():
+
+            def steps(layers: Layers = layers) -> None:
+                for _ in range(STEPS):
+                    layers.store.submit(layers.chain(layers.batch, write=False))
+                mx.synchronize()
+
+            seconds[name].append(_best(steps, 1))
+    result: dict[str, Any] = {"shape": shape.name}
+    for name, layers in both.items():
+        result[f"{name}_us"] = round(min(seconds[name]) / STEPS / CHAIN * 1e6, 2)
+        start = time.perf_counter()
+        for _ in range(10):
+            layers.backend.plan_ahead(layers.batch)
+        result[f"{name}_plan_us"] = round((time.perf_counter() - start) / 10 * 1e6, 1)
+    result["times_faster"] = round(result["off_us"] / result["on_us"], 2)
     return result
 
 
@@ -380,8 +415,10 @@ def measure_peak() -> dict[str, Any]:
     }
 
 
-def lay_out(spans: Sequence[tuple[int, int]], num_blocks: int) -> BatchArrays:
-    """Sequences that compute tokens [start, start + count), with shuffled block tables."""
+def lay_out(spans: Sequence[tuple[int, int]], num_blocks: int, shared: int = 0) -> BatchArrays:
+    """Sequences that compute tokens [start, start + count), with shuffled block tables; all begin
+    with the same blocks of ``shared`` tokens.
+    """
     counts = np.array([count for _, count in spans], np.int32)
     ends = np.array([start + count for start, count in spans], np.int32)
     widths = -(-ends // BLOCK_SIZE)
@@ -389,6 +426,7 @@ def lay_out(spans: Sequence[tuple[int, int]], num_blocks: int) -> BatchArrays:
     tables = np.full((len(spans), widths.max()), -1, np.int32)
     for row, at, width in zip(tables, np.cumsum(widths) - widths, widths, strict=True):
         row[:width] = ids[at : at + width]
+    tables[:, : shared // BLOCK_SIZE] = tables[0, : shared // BLOCK_SIZE]
     positions = np.concatenate([np.arange(s, s + n, dtype=np.int32) for s, n in spans])
     owners = np.repeat(np.arange(len(spans)), counts)
     blocks = tables[owners, positions // BLOCK_SIZE].astype(np.int64)

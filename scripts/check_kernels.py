@@ -32,6 +32,7 @@ from pagedmlx.ops.in_place import InPlaceWriter
 from pagedmlx.ops.kernels import KernelBackend
 from pagedmlx.ops.launch import Launcher, MLXLauncher, gpu_platform
 from scripts.report import save
+from tests.metal.cascades import SETTINGS
 from tests.metal.cases import covering_variants, every_variant
 from tests.support.attention import TOLERANCES, make_case, write_step
 from tests.support.batches import make_batch
@@ -56,6 +57,7 @@ def main() -> None:
         "token": check_token,
         "copies": check_copies,
         "prefill": lambda: check_prefill(options.jobs),
+        "cascade": lambda: _shares(SETTINGS, options.jobs),
         "long": check_long,
         "ragged": check_ragged,
         "variants": lambda: check_variants(options.full, options.jobs),
