@@ -12,7 +12,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from pagedmlx.server.fields import CHAT_FIELDS, COMPLETION_FIELDS, Use
+from pagedmlx.server.agent_fields import MESSAGE_FIELDS, RESPONSE_FIELDS
+from pagedmlx.server.field import Field, Use
+from pagedmlx.server.fields import CHAT_FIELDS, COMPLETION_FIELDS
 
 API = Path(__file__).resolve().parents[1] / "docs" / "api.md"
 START, END = "<!-- fields, by scripts/field_table.py -->", "<!-- end of fields -->"
@@ -23,23 +25,43 @@ HEADINGS = {
 }
 
 
+ENDPOINTS = {
+    "chat": CHAT_FIELDS,
+    "completions": COMPLETION_FIELDS,
+    "responses": RESPONSE_FIELDS,
+    "messages": MESSAGE_FIELDS,
+}
+
+
 def tables() -> str:
     """A table for each use, with the endpoints that have the field."""
-    chat, completion = ({f.name: f for f in each} for each in (CHAT_FIELDS, COMPLETION_FIELDS))
+    known = {name: {field.name: field for field in fields} for name, fields in ENDPOINTS.items()}
+    names = dict.fromkeys(name for fields in known.values() for name in fields)
     lines: list[str] = []
     for use, heading in HEADINGS.items():
-        lines += ["", f"### {heading}", "", "| field | chat | completions | |", "|---|---|---|---|"]
-        for name in dict.fromkeys((*chat, *completion)):
-            found = [chat.get(name), completion.get(name)]
-            helps = list(dict.fromkeys(f.help for f in found if f is not None and f.use is use))
-            if helps:
-                marks = ["yes" if f is not None and f.use is use else "" for f in found]
-                lines.append(f"| `{name}` | {' | '.join(marks)} | {_text(helps)} |")
+        lines += ["", f"### {heading}", "", f"| field | {' | '.join(ENDPOINTS)} | |"]
+        lines.append("|---" * (len(ENDPOINTS) + 2) + "|")
+        for name in names:
+            found = {
+                endpoint: fields[name]
+                for endpoint, fields in known.items()
+                if name in fields and fields[name].use is use
+            }
+            if found:
+                marks = ["yes" if endpoint in found else "" for endpoint in ENDPOINTS]
+                lines.append(f"| `{name}` | {' | '.join(marks)} | {_text(found)} |")
     return "\n".join(lines[1:])
 
 
-def _text(helps: list[str]) -> str:
-    text = helps[0] if len(helps) == 1 else f"Chat: {helps[0]} Completions: {helps[1]}"
+def _text(found: dict[str, Field]) -> str:
+    by_help: dict[str, list[str]] = {}
+    for endpoint, field in found.items():
+        by_help.setdefault(field.help, []).append(endpoint)
+    if len(by_help) == 1:
+        text = next(iter(by_help))
+    else:
+        told = [f"{' and '.join(where)}: {help}" for help, where in by_help.items()]
+        text = " ".join(each[0].upper() + each[1:] for each in told)
     return text.replace("|", "\\|")
 
 

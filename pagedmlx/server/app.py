@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from pagedmlx.errors import PagedMLXError
-from pagedmlx.server import status, tokens
+from pagedmlx.server import messages, responses, status, tokens
 from pagedmlx.server.chat import chat_completions
 from pagedmlx.server.completions import completions
 from pagedmlx.server.errors import ClientGoneError, HttpError, error_response
@@ -27,6 +27,12 @@ def make_app(service: Service) -> Starlette:
     routes = [
         Route("/v1/chat/completions", chat_completions, methods=["POST"]),
         Route("/v1/completions", completions, methods=["POST"]),
+        Route("/v1/responses", responses.create_response, methods=["POST"]),
+        Route("/v1/responses/{response_id}", responses.get_response, methods=["GET"]),
+        Route("/v1/responses/{response_id}", responses.delete_response, methods=["DELETE"]),
+        Route("/v1/responses/{response_id}/input_items", responses.input_items, methods=["GET"]),
+        Route("/v1/messages", messages.create_message, methods=["POST"]),
+        Route("/v1/messages/count_tokens", messages.count_tokens, methods=["POST"]),
         Route("/v1/models", status.models, methods=["GET"]),
         Route("/v1/models/{model:path}", status.model, methods=["GET"]),
         Route("/v1/stats", status.stats, methods=["GET"]),
@@ -47,7 +53,7 @@ def make_app(service: Service) -> Starlette:
         cors = Middleware(
             CORSMiddleware,
             allow_origins=service.settings.cors_origins,
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "X-Ignored-Fields", "Retry-After"],
         )

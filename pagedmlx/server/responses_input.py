@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -55,10 +55,17 @@ def _item(
     return fields
 
 
-def to_messages(instructions: str | None, items: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def to_messages(
+    instructions: str | None, history: Sequence[dict[str, Any]], items: Iterable[dict[str, Any]]
+) -> list[dict[str, Any]]:
     """Messages of the chat API.
 
     What one turn of the assistant consists of, its reasoning, text and calls, becomes one message.
+
+    Args:
+        instructions: A system message in front.
+        history: Items of a stored conversation.
+        items: Those of the request.
 
     Raises:
         InvalidRequestError: An item is malformed, or of a kind that this server doesn't know.
@@ -66,7 +73,7 @@ def to_messages(instructions: str | None, items: Iterable[dict[str, Any]]) -> li
     conversation = _Conversation()
     if instructions:
         conversation.add("system", instructions)
-    for index, item in enumerate(items):
+    for index, item in enumerate([*history, *items], -len(history)):
         where = f"input[{index}]"
         kind = item.get("type")
         if kind == "message":

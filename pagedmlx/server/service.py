@@ -11,6 +11,7 @@ from pagedmlx.errors import PagedMLXError
 from pagedmlx.server.errors import HttpError
 from pagedmlx.server.generation import Generation
 from pagedmlx.server.metrics import Metrics
+from pagedmlx.server.responses_store import ResponseStore
 from pagedmlx.server.settings import ServerSettings, model_names
 
 logger = logging.getLogger("pagedmlx.server")
@@ -27,6 +28,7 @@ class Service:
     Attributes:
         engine: None while it loads.
         is_draining: Whether new work is refused because the server is about to stop.
+        responses: Answers that clients may go on from.
         model_names: What clients may call the model; the first is the one that answers carry.
     """
 
@@ -34,6 +36,7 @@ class Service:
         self.settings = settings
         self.model_names = model_names(model, settings)
         self.metrics = Metrics(self.model_names[0])
+        self.responses = ResponseStore(settings.response_store_bytes)
         self.created = int(time.time())
         self.engine: AsyncEngine | None = None
         self.is_draining = False

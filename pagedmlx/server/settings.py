@@ -22,6 +22,8 @@ class ServerSettings:
         strict: Refuse fields of requests that are not known, instead of naming them in a header.
         cors_origins: Web pages of these origins may use the server; ``*`` is all.
         max_body_bytes: Longest body of a request.
+        response_store_bytes: Most bytes of answers of ``/v1/responses`` that are kept for clients
+            to go on from; 0 keeps none.
         header_timeout_s: How long a client may take for a request's head.
         body_timeout_s: How long it may take for the body.
         send_timeout_s: How long it may take no data before it counts as gone.
@@ -42,6 +44,7 @@ class ServerSettings:
     strict: bool = False
     cors_origins: tuple[str, ...] = ()
     max_body_bytes: int = 16 * 2**20
+    response_store_bytes: int = 64 * 2**20
     header_timeout_s: float = 10.0
     body_timeout_s: float = 30.0
     send_timeout_s: float = 60.0
@@ -65,6 +68,10 @@ class ServerSettings:
             raise InvalidRequestError("served_model_names", "one is empty")
         if self.max_body_bytes < 1:
             raise InvalidRequestError("max_body_bytes", f"{self.max_body_bytes} must be at least 1")
+        if self.response_store_bytes < 0:
+            raise InvalidRequestError(
+                "response_store_bytes", f"{self.response_store_bytes} must be at least 0"
+            )
         for name, low in (
             ("header_timeout_s", 0.001),
             ("body_timeout_s", 0.001),

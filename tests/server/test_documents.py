@@ -71,4 +71,5 @@ def test_every_path_is_documented() -> None:
     app = make_app(Service("smollm2", ServerSettings()))
     for route in app.routes:
         path = str(getattr(route, "path", "")).replace("{model:path}", "NAME")
+        path = path.replace("{response_id}", "ID")
         assert f"`{path}`" in API or f" {path}`" in API, path
