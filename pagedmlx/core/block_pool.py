@@ -10,22 +10,34 @@ from pagedmlx.core.prefix import PrefixIndex
 
 
 class BlockPool:
-    """A fixed number of blocks, their reference counts and the queue of those not in use.
+    """Up to so many blocks, their reference counts and the queue of those not in use.
 
     Free and cached blocks form one queue in the order in which they are taken: plain free blocks
-    from its head, then cached ones, least recently used first. Blocks that were never used are
-    not even created, so a large pool costs nothing until it fills.
+    from its head, then cached ones, least recently used first. Blocks are created, in the order of
+    their ids, when none of these will do; ``give_back`` takes the last ones away again. So the
+    arrays need to be no larger than what has been in use lately.
 
     Args:
-        num_blocks: Blocks in the pool.
+        num_blocks: Most blocks that there may be.
         index: The group's prefix index, from which evicted blocks are removed.
+        num_kept_blocks: From so many blocks on, cached ones are evicted before more are created;
+            None is all.
+
+    Attributes:
+        num_evictions: Cached blocks that were given up for others.
+        peak_used_blocks: Most blocks in use at any time.
+        recent_used_blocks: Most blocks in use since this was last set.
     """
 
-    def __init__(self, num_blocks: int, index: PrefixIndex) -> None:
+    def __init__(
+        self, num_blocks: int, index: PrefixIndex, num_kept_blocks: int | None = None
+    ) -> None:
         assert num_blocks >= 1
         self.num_blocks = num_blocks
         self.num_evictions = 0
         self.peak_used_blocks = 0
+        self.recent_used_blocks = 0
+        self._num_kept_blocks = num_blocks if num_kept_blocks is None else num_kept_blocks
         self._index = index
         self._blocks: list[Block] = []
         self._num_queued = 0
@@ -40,6 +52,11 @@ class BlockPool:
     def num_available_blocks(self) -> int:
         """Blocks that ``allocate`` can give now: free or cached."""
         return self.num_blocks - len(self._blocks) + self._num_queued
+
+    @property
+    def num_created_blocks(self) -> int:
+        """Blocks that there are, with the ids below this number."""
+        return len(self._blocks)
 
     @property
     def num_used_blocks(self) -> int:
@@ -71,14 +88,14 @@ class BlockPool:
         return num_blocks <= self.num_available_blocks
 
     def allocate(self) -> Block:
-        """Take a block, evicting the least recently used cached one when no other is left."""
+        """Take a block: a free one, else a new one, else the least recently used cached one."""
         assert self.can_allocate(1), "allocate without can_allocate"
-        block = self._ring.next
-        assert block is not None
-        if (block is self._ring or block.block_hash is not None) and (
-            len(self._blocks) < self.num_blocks
+        block = self._head()
+        num_created = len(self._blocks)
+        if block is self._ring or (
+            block.block_hash is not None and num_created < self._num_kept_blocks
         ):
-            block = Block(len(self._blocks))
+            block = Block(num_created)
             self._blocks.append(block)
         else:
             self._unlink(block)
@@ -87,7 +104,7 @@ class BlockPool:
                 self._uncache(block)
                 self.num_evictions += 1
         block.ref_count = 1
-        self.peak_used_blocks = max(self.peak_used_blocks, self.num_used_blocks)
+        self._note_use()
         return block
 
     def share(self, block: Block) -> None:
@@ -98,7 +115,7 @@ class BlockPool:
             self._uncache(block)
         block.ref_count += 1
         self._num_shared += block.ref_count == 2
-        self.peak_used_blocks = max(self.peak_used_blocks, self.num_used_blocks)
+        self._note_use()
 
     def free(self, block: Block) -> None:
         """Drop a reference; without any left the block is cached if indexed, else free."""
@@ -134,6 +151,23 @@ class BlockPool:
             block = before
         return count
 
+    def give_back(self, num_kept: int) -> int:
+        """Forget blocks from the last one down, as far as none is in use; cached ones too.
+
+        Args:
+            num_kept: Blocks that stay in any case.
+
+        Returns:
+            How many blocks are left.
+        """
+        while len(self._blocks) > num_kept and self._blocks[-1].ref_count == 0:
+            block = self._blocks.pop()
+            self._unlink(block)
+            if block.block_hash is not None:
+                self._index.remove(block)
+                self._uncache(block)
+        return len(self._blocks)
+
     def check_integrity(self, table_counts: dict[int, int]) -> None:
         """Assert every invariant of the pool.
 
@@ -165,6 +199,11 @@ class BlockPool:
             assert (block.ref_count == 0) == (block_id in queued_ids), f"{block} is in two states"
             assert indexed.get(block_id) == block.block_hash, f"index is stale for {block}"
         assert all(block_id < len(self._blocks) for block_id in table_counts)
+
+    def _note_use(self) -> None:
+        used = self.num_used_blocks
+        self.recent_used_blocks = max(self.recent_used_blocks, used)
+        self.peak_used_blocks = max(self.peak_used_blocks, used)
 
     def _uncache(self, block: Block) -> None:
         self._num_cached -= 1

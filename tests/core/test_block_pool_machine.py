@@ -23,12 +23,16 @@ class BlockPoolMachine(RuleBasedStateMachine):
         self.names: dict[int, bytes] = {}  # block id to the hash that it is indexed under
         self.blocks: dict[int, Block] = {}
         self.num_evictions = 0
+        self.num_kept = 0
+        self.created: set[int] = set()
+        self.recent = 0
 
-    @initialize(num_blocks=st.integers(1, 6))
-    def start(self, num_blocks: int) -> None:
+    @initialize(num_blocks=st.integers(1, 6), num_kept=st.integers(0, 6))
+    def start(self, num_blocks: int, num_kept: int) -> None:
         self.num_blocks = num_blocks
+        self.num_kept = min(num_kept, num_blocks)
         self.index = PrefixIndex()
-        self.pool = BlockPool(num_blocks, self.index)
+        self.pool = BlockPool(num_blocks, self.index, self.num_kept)
 
     @rule()
     def allocate(self) -> None:
@@ -40,14 +44,19 @@ class BlockPoolMachine(RuleBasedStateMachine):
         block = self.pool.allocate()
         assert block.block_hash is None
         assert block.block_id not in self.in_use
-        if num_free:
-            assert block.block_id not in self.cached, "content thrown away without need"
+        idle = self.created - self.in_use.keys() - set(self.cached)
+        if idle:
+            assert block.block_id in idle, "there was a free one"
+        elif not self.cached or len(self.created) < self.num_kept:
+            assert block.block_id == len(self.created), "content thrown away without need"
+            self.created.add(block.block_id)
         else:
             assert block.block_id == self.cached.pop(0), "not the least recently used one"
             del self.names[block.block_id]
             self.num_evictions += 1
         self.in_use[block.block_id] = 1
         self.blocks[block.block_id] = block
+        self.recent = max(self.recent, len(self.in_use))
 
     @precondition(lambda self: self.in_use or self.cached)
     @rule(data=st.data())
@@ -57,6 +66,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
         if block_id in self.cached:
             self.cached.remove(block_id)
         self.in_use[block_id] = self.in_use.get(block_id, 0) + 1
+        self.recent = max(self.recent, len(self.in_use))
 
     @precondition(lambda self: self.in_use)
     @rule(data=st.data())
@@ -100,12 +110,29 @@ class BlockPoolMachine(RuleBasedStateMachine):
             del self.names[block_id]
         self.cached.clear()
 
+    @rule(num_kept=st.integers(0, 6))
+    def give_back(self, num_kept: int) -> None:
+        while len(self.created) > num_kept and len(self.created) - 1 not in self.in_use:
+            last = len(self.created) - 1
+            self.created.remove(last)
+            del self.blocks[last]
+            self.names.pop(last, None)
+            if last in self.cached:
+                self.cached.remove(last)
+        assert self.pool.give_back(num_kept) == len(self.created)
+
+    @rule()
+    def look_at_recent_use(self) -> None:
+        assert self.pool.recent_used_blocks == self.recent
+        self.pool.recent_used_blocks = self.recent = len(self.in_use)
+
     @invariant()
     def pool_and_model_agree(self) -> None:
         if not self.num_blocks:
             return
         self.pool.check_integrity(self.in_use)
         assert self.pool.num_used_blocks == len(self.in_use)
+        assert self.pool.num_created_blocks == len(self.created)
         assert self.pool.num_cached_blocks == len(self.cached)
         assert self.pool.num_free_blocks == self.num_blocks - len(self.in_use) - len(self.cached)
         assert self.pool.num_shared_blocks == sum(count > 1 for count in self.in_use.values())
