@@ -20,6 +20,7 @@ import pytest
 from huggingface_hub import constants
 
 from pagedmlx import download, embedded, hub
+from pagedmlx.cli.app import run
 from pagedmlx.errors import ModelNotFoundError, ModelStoreError, PagedMLXError
 from tests.support.fake_hub import SHA, FakeHub
 from tests.support.tiny_models import save_tiny_folder
@@ -248,17 +249,12 @@ def test_a_system_that_refuses_is_one_line_and_a_hint(
 
 
 def pull(server: FakeHub, cache: Path, prelude: str = "") -> subprocess.Popen[str]:
-    return start(server, cache, "pull", "owner/model", prelude=prelude)
-
-
-def start(
-    server: FakeHub, cache: Path, *arguments: str, prelude: str = ""
-) -> subprocess.Popen[str]:
+    """The command in a process of its own."""
     code = f"{prelude}\nfrom pagedmlx.cli.app import main\nmain()\n"
     environment = {**os.environ, "HF_ENDPOINT": server.url, "HF_HOME": str(cache.parent)}
     environment |= {"HF_HUB_OFFLINE": "0", "PYTHONPATH": str(REPOSITORY)}
     return subprocess.Popen(
-        [sys.executable, "-c", code, *arguments],
+        [sys.executable, "-c", code, "pull", "owner/model"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -267,28 +263,27 @@ def start(
 
 
 def test_a_model_comes_answers_and_answers_offline(
-    server: FakeHub, cache: Path, tmp_path: Path
+    server: FakeHub, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = save_tiny_folder(tmp_path / "tiny")
     server.files = {**OTHERS, **{path.name: path.read_bytes() for path in folder.iterdir()}}
     flags = ("--max-tokens", "2", "--num-blocks", "16", "--json")
     answers = []
     for more in ((), ("--offline",)):
-        process = start(server, cache, "generate", "owner/model", "hi", *flags, *more)
-        out, err = process.communicate(timeout=60)
-        assert process.returncode == 0, err
+        code = run(["generate", "owner/model", "hi", *flags, *more])
+        out, err = capsys.readouterr()
+        assert code == 0, err
         assert ("fetching owner/model" in err) == (not more)
         answers.append(json.loads(out)["outputs"])
     assert answers[0] == answers[1]
 
 
 def test_a_fault_of_a_model_of_the_hub_is_told_by_the_models_name(
-    server: FakeHub, cache: Path
+    server: FakeHub, cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.files["tokenizer.json"] = b"{"
-    process = start(server, cache, "generate", "owner/model", "hi")
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 1
+    assert run(["generate", "owner/model", "hi"]) == 1
+    err = capsys.readouterr().err
     assert "error: owner/model: config.json has model_type None" in err
     assert SHA not in err
 

@@ -399,17 +399,17 @@ def tell_when_busy(llm):
 @pytest.mark.parametrize(
     ("code", "expected"),
     [
-        ("llm = load(); print(len(llm.generate('a')))", "1\n"),
-        ("stream = load().stream('a'); next(stream); print('open')", "open\n"),
         (
-            "try:\n    LLM('/nowhere/at/all')\nexcept Exception as error:\n"
-            "    print(type(error).__name__)",
-            "ModelNotFoundError\n",
+            "llm = load(); print(len(llm.generate('a')))\n"
+            "stream = load().stream('a'); next(stream); print('open')",
+            "1\nopen\n",
         ),
         (
             "from pathlib import Path\nPath(sys.argv[1], 'model.safetensors').write_bytes(b'x')\n"
-            "try:\n    load()\nexcept Exception as error:\n    print(type(error).__name__)",
-            "ModelLoadError\n",
+            "for model in ('/nowhere/at/all', sys.argv[1]):\n"
+            "    try:\n        LLM(model)\n"
+            "    except Exception as error:\n        print(type(error).__name__)",
+            "ModelNotFoundError\nModelLoadError\n",
         ),
         (
             "import asyncio\nfrom pagedmlx import AsyncEngine\n"
@@ -420,7 +420,7 @@ def tell_when_busy(llm):
             "never closed\n",
         ),
     ],
-    ids=["idle", "stream open", "no model", "broken model", "async"],
+    ids=["one idle and one with a stream", "no model and a broken one", "async"],
 )
 def test_a_process_that_never_closes_exits_cleanly(
     python: Python, tmp_path: Path, code: str, expected: str

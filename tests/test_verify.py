@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 import time
@@ -179,11 +180,15 @@ SCRIPTS = sorted({part.command[0] for part in parts("smollm2")} - {"-m"})
 
 
 @pytest.mark.parametrize("path", SCRIPTS)
-def test_options_and_sections_of_every_part_exist(path: str):
+def test_options_and_sections_of_every_part_exist(
+    path: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     root = SCRIPT.parents[1]
-    told = subprocess.run(
-        [sys.executable, path, "--help"], capture_output=True, text=True, cwd=root, check=True
-    ).stdout
+    monkeypatch.setattr(sys, "argv", [path, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(root / path), run_name="__main__")
+    assert not ended.value.code
+    told = capsys.readouterr().out
     source = (root / path).read_text()
     for command in (part.command for part in parts("smollm2") if part.command[0] == path):
         assert all(word in told for word in command if word.startswith("--"))
