@@ -38,8 +38,10 @@ class Counters:
         """Count a step that is about to run."""
         self.num_steps += 1
         self.num_computed_tokens += step.num_tokens
-        waste = max(_waste_slots(entry.sequence, block_size) for entry in step.scheduled)
-        self.max_waste_slots = max(self.max_waste_slots, waste)
+        for entry in step.scheduled:
+            waste = _waste_slots(entry.sequence, block_size)
+            if waste > self.max_waste_slots:
+                self.max_waste_slots = waste
 
     def note_wait(self, kv: KVManager) -> None:
         """Count a step in which some sequence waits for blocks."""
@@ -84,4 +86,4 @@ class Counters:
 
 def _waste_slots(sequence: Sequence, block_size: int) -> int:
     """Slots that a sequence holds and hasn't filled."""
-    return len(sequence.block_tables[0]) * block_size - sequence.num_computed_tokens
+    return len(sequence.block_tables[0].blocks) * block_size - sequence.num_computed_tokens

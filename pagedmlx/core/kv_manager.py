@@ -192,6 +192,9 @@ class KVManager:
         """
         start = sequence.num_computed_tokens
         end = start + num_tokens
+        if self._may_write_at_once(sequence, start, end):
+            self._note_pending(sequence, start, end)
+            return []
         num_blocks = self.num_blocks_for(end)
         shared = [
             [
@@ -218,6 +221,22 @@ class KVManager:
         self._note_pending(sequence, start, end)
         return copies
 
+    def _may_write_at_once(self, sequence: Sequence, start: int, end: int) -> bool:
+        """Whether all goes into last blocks that nobody else knows of: most steps of a stream."""
+        for table in sequence.block_tables:
+            num_blocks = len(table.blocks)
+            if (
+                not (num_blocks - 1) * self.block_size
+                <= start
+                < end
+                <= num_blocks * self.block_size
+            ):
+                return False
+            block = table.blocks[-1]
+            if block.ref_count > 1 or block.block_hash is not None:
+                return False
+        return True
+
     def publish(self, sequence: Sequence, end: int) -> None:
         """Index the sequence's full blocks within its first ``end`` tokens.
 
@@ -226,7 +245,10 @@ class KVManager:
         if not self.enable_prefix_caching:
             return
         num_full = end // self.block_size
-        if all(len(table.entries) >= num_full for table in sequence.block_tables):
+        for table in sequence.block_tables:
+            if len(table.entries) < num_full:
+                break
+        else:
             return
         root = self._extend_hashes(sequence, num_full)
         for table, prefix_index in zip(sequence.block_tables, self._indexes, strict=True):
@@ -248,7 +270,9 @@ class KVManager:
 
     def end_pending(self, sequence: Sequence, end: int | None = None) -> None:
         """Tokens below ``end`` are computed, or with None never will be: nobody waits for them."""
-        blocks = self._pending_of.pop(sequence.seq_id, [])
+        blocks = self._pending_of.pop(sequence.seq_id, None)
+        if blocks is None:
+            return
         done = [block for block in blocks if end is None or block[0] < end // self.block_size]
         for _, block_hash in done:
             self._pending.pop(block_hash, None)
@@ -317,12 +341,13 @@ class KVManager:
         return (sequence.num_tokens - 1) // self.block_size
 
     def _extend_hashes(self, sequence: Sequence, num_blocks: int) -> bytes:
-        root = root_hash(*self._salts, sequence.request.cache_salt)
+        if sequence.root_hash is None:
+            sequence.root_hash = root_hash(*self._salts, sequence.request.cache_salt)
         hashes = sequence.block_hashes
         for index in range(len(hashes), num_blocks):
-            parent = hashes[-1] if hashes else root
+            parent = hashes[-1] if hashes else sequence.root_hash
             hashes.append(self._hash(parent, self._block_tokens(sequence, index)))
-        return root
+        return sequence.root_hash
 
     def _block_tokens(self, sequence: Sequence, index: int) -> tuple[int, ...]:
         start = index * self.block_size

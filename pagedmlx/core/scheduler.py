@@ -15,6 +15,8 @@ phases: a sequence simply has more known tokens than computed ones. The policy, 
   it fits.
 - A sequence whose next block is being computed by a step under way waits for that step and then
   shares it, so that a burst with one system prompt computes it once.
+- A sequence that follows a grammar skips the step after each of its own: its token must be read
+  before the next one can be chosen.
 - The n outputs of a request fork from the first one's blocks once its prompt is there.
 - Where log probabilities of the prompt are wanted, its chunks are so short that a step has at most
   ``max_prompt_logits`` rows of them, and nothing of it comes from the prefix cache.
@@ -212,7 +214,7 @@ class Scheduler:
                 sequence.token_ids.append(result.sampled[sequence.seq_id])
                 self._counters.num_output_tokens += 1
                 grown.append(sequence)
-                self._finish_if_done(sequence)
+                self._finish_if_done(sequence, is_whole=sequence.seq_id in result.ended)
         return tuple(grown)
 
     def _split_running(self) -> tuple[list[Sequence], list[Sequence]]:
@@ -249,6 +251,8 @@ class Scheduler:
             sequence.request.max_output_tokens
         ):
             return  # its last token is on the way
+        if sequence.must_be_read:
+            return
         num_tokens = plan.num_tokens_for(sequence)
         if num_tokens < 1:
             return
@@ -262,6 +266,8 @@ class Scheduler:
         plan.enter(sequence, num_tokens, copies)
 
     def _admit_waiting(self, plan: StepPlan) -> None:
+        if not self.waiting:
+            return
         blocked: list[Sequence] = []
         promised = sum(self.kv.num_missing_blocks(sequence) for sequence in self.running)
         num_deferred = 0
@@ -369,10 +375,12 @@ class Scheduler:
         self._counters.note_step(step, self.kv.block_size)
         return step
 
-    def _finish_if_done(self, sequence: Sequence) -> None:
+    def _finish_if_done(self, sequence: Sequence, *, is_whole: bool) -> None:
         request = sequence.request
-        may_stop = sequence.num_output_tokens >= max(1, request.params.min_tokens)
-        if may_stop and sequence.token_ids[-1] in request.stop_token_ids:
+        # A grammar lets an end token be chosen before min_tokens only where nothing else is left.
+        least = 1 if request.grammar is not None else max(1, request.params.min_tokens)
+        may_stop = sequence.num_output_tokens >= least
+        if is_whole or (may_stop and sequence.token_ids[-1] in request.stop_token_ids):
             self.finish(sequence, FinishReason.STOP)
         elif sequence.num_output_tokens >= request.max_output_tokens:
             self.finish(sequence, FinishReason.LENGTH)

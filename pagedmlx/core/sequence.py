@@ -51,7 +51,8 @@ class Sequence:
         finish_reason: None until finished.
         num_preemptions: How often it lost its blocks.
         num_overtaken: How many others passed it while it waited and didn't fit.
-        block_hashes: Hashes of its full blocks as far as they were needed; the KV manager's.
+        root_hash: What its first block's hash starts from; the KV manager's.
+        block_hashes: Hashes of its full blocks as far as they were needed; likewise.
         cached_chains: What its last look-up in the prefix cache found, for each group; likewise.
     """
 
@@ -69,6 +70,7 @@ class Sequence:
     finish_reason: FinishReason | None = None
     num_preemptions: int = 0
     num_overtaken: int = 0
+    root_hash: bytes | None = None
     block_hashes: list[bytes] = field(default_factory=list[bytes])
     cached_chains: list[list[PrefixEntry]] = field(default_factory=list[list[PrefixEntry]])
 
@@ -111,6 +113,11 @@ class Sequence:
     def lacks_prompt_logprobs(self) -> bool:
         """Whether there are such positions; all tokens up to the last one must be computed."""
         return bool(self.prompt_rows(0, self.num_prompt_tokens))
+
+    @property
+    def must_be_read(self) -> bool:
+        """Whether its next token can't be chosen before the host has read the last one."""
+        return self.request.grammar is not None and self.num_unread_tokens > 0
 
     @property
     def is_finished(self) -> bool:

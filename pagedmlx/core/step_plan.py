@@ -34,9 +34,9 @@ class StepPlan:
         """How many of a sequence's next tokens the step can compute."""
         start = sequence.num_computed_tokens
         left = sequence.num_tokens_ahead - start
-        num_tokens = min(left, self._chunk_size, self.num_tokens_left)
-        if left > 1:
-            num_tokens = min(num_tokens, self.num_prompt_tokens_left)
+        if left <= 1:
+            return min(left, self.num_tokens_left)
+        num_tokens = min(left, self._chunk_size, self.num_tokens_left, self.num_prompt_tokens_left)
         rows = sequence.prompt_rows(start, start + num_tokens)
         if len(rows) > self.num_prompt_logits_left:
             return rows.start + self.num_prompt_logits_left - start
@@ -69,7 +69,8 @@ class StepPlan:
             self.num_prompt_logits_left -= len(rows)
         sequence.num_computed_tokens = end
         sequence.num_unread_tokens += needs_logits
-        self._copies[sequence.seq_id] = copies
+        if copies:
+            self._copies[sequence.seq_id] = copies
 
     def preempt(self, sequence: Sequence) -> None:
         """Take a sequence out again, if it is in, and note that it lost its blocks."""
@@ -82,7 +83,7 @@ class StepPlan:
             sequence.num_unread_tokens -= entry.needs_logits
             self.num_tokens_left += entry.num_tokens
             self.num_prompt_tokens_left += entry.num_prompt_tokens
-            del self._copies[sequence.seq_id]
+            self._copies.pop(sequence.seq_id, None)
 
     @property
     def is_empty(self) -> bool:
@@ -103,9 +104,13 @@ class StepPlan:
         """
         if not self._entries:
             return None
+        entries = self._entries.values()
         return Step(
             step_id=step_id,
-            scheduled=tuple(sorted(self._entries.values(), key=lambda e: e.num_tokens > 1)),
+            scheduled=(
+                *(entry for entry in entries if entry.num_tokens == 1),
+                *(entry for entry in entries if entry.num_tokens > 1),
+            ),
             copies=self._resolved_copies(),
             freed=freed,
             preempted=tuple(self.preempted),
@@ -115,8 +120,8 @@ class StepPlan:
         """All copies of a step are done at once, so none may read what another has written."""
         origin: dict[tuple[int, int], int] = {}
         copies: list[BlockCopy] = []
-        for seq_id in self._entries:
-            for copy in self._copies[seq_id]:
+        for made in self._copies.values():
+            for copy in made:
                 src = origin.get((copy.group, copy.src), copy.src)
                 origin[copy.group, copy.dst] = src
                 copies.append(BlockCopy(copy.group, src, copy.dst))

@@ -301,6 +301,7 @@ class Paged:
         )
         self.scheduler = Scheduler(self.kv, limits)
         self._depth = depth
+        self._num_short = 0
         self._under_way: deque[tuple[Step, Usage]] = deque()
         self._num_alive: dict[int, int] = {}
 
@@ -314,10 +315,10 @@ class Paged:
         """Compute one step."""
         # The engine's order: a step is read only when ``depth`` newer ones are under way.
         while True:
-            num_short = self._num_short_steps
             step = self.scheduler.schedule()
             if step is not None:
-                usage = self._usage(step, self._num_short_steps > num_short)
+                num_short, self._num_short = self._num_short, self.stats().num_waiting_steps
+                usage = self._usage(step, self._num_short > num_short)
                 self._under_way.append((step, usage))
             elif not self._under_way:
                 return None
@@ -328,11 +329,6 @@ class Paged:
     def stats(self) -> EngineStats:
         """The core's own counts."""
         return self.scheduler.stats()
-
-    @property
-    def _num_short_steps(self) -> int:
-        # The counts tell only a mean over such steps; which ones they were is kept inside.
-        return self.scheduler.stats().num_waiting_steps
 
     def _update(self, step: Step) -> list[int]:
         sampled = {
