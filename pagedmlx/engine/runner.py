@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import mlx.core as mx
 
-from pagedmlx.core.batch import BatchArrays, build_batch
+from pagedmlx.core.batch import NO_BLOCK, BatchArrays, GroupArrays, build_batch
 from pagedmlx.core.step import Step, StepResult
 from pagedmlx.kv.store import KVStore
 from pagedmlx.models.adapter import ModelAdapter
@@ -48,6 +48,7 @@ class ModelRunner:
         self._chooser.drop(step.freed)
         host = build_batch(step, self._store.layout.block_size)
         for group, arrays in enumerate(host.groups):
+            self._make_room(group, arrays)
             self._store.check(group, arrays)
             self._store.copy_blocks(group, arrays.copy_src, arrays.copy_dst)
         batch = self._upload(host)
@@ -70,6 +71,29 @@ class ModelRunner:
         """No sequence is left: forget what was kept for any."""
         self._chooser.clear()
         self._store.states.clear()
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of the pool's arrays now."""
+        return self._store.num_bytes
+
+    def shrink(self, num_blocks: tuple[int, ...]) -> None:
+        """Give back what lies behind so many blocks of each group, in whole slabs."""
+        for group, count in enumerate(num_blocks):
+            self._fit(group, count)
+
+    def _make_room(self, group: int, arrays: GroupArrays) -> None:
+        """Let the pool grow for the blocks of a step."""
+        num_blocks = 1 + max(
+            int(ids.max(initial=NO_BLOCK)) for ids in (arrays.block_tables, arrays.copy_dst)
+        )
+        if not self._store.has_room(group, num_blocks):
+            self._fit(group, num_blocks)
+
+    def _fit(self, group: int, num_blocks: int) -> None:
+        if not self._store.fits(group, num_blocks):
+            self._adapter.drop_graphs()
+            self._store.fit(group, num_blocks)
 
     def _upload(self, host: BatchArrays) -> PagedBatch:
         """Put a batch on the device, with the tokens that only the device knows."""

@@ -28,7 +28,7 @@ class Unwritten:
 
 
 class KVStore:
-    """One K and one V array for each layer.
+    """One K and one V array for each layer, as long as the blocks in use need it, in whole slabs.
 
     A functional update runs in place only while the store holds the sole reference to an array
     and no read of it is in flight, else MLX copies the whole array. So nothing outside this class
@@ -40,24 +40,30 @@ class KVStore:
 
     Args:
         layout: Shapes, element type and axis order.
-        num_blocks: Blocks in the pool of each KV group.
+        max_blocks: Most blocks in the pool of each KV group.
         fill: Value that every element starts with.
         writer: How the arrays are changed; by functional update if None.
+        slab_blocks: Blocks by which the arrays grow; None makes room for all at once.
 
     Attributes:
+        num_blocks: Blocks that the arrays of each group have room for now.
         states: What layers without K and V keep of each sequence.
     """
 
     def __init__(
         self,
         layout: KVLayout,
-        num_blocks: tuple[int, ...],
+        max_blocks: tuple[int, ...],
         fill: float = 0.0,
         writer: PoolWriter | None = None,
+        slab_blocks: int | None = None,
     ) -> None:
-        assert len(num_blocks) == len(layout.groups)
+        assert len(max_blocks) == len(layout.groups)
         self.layout = layout
-        self.num_blocks = num_blocks
+        self._max_blocks = max_blocks
+        self._slab_blocks = slab_blocks or max(max_blocks)
+        self._fill = fill
+        self.num_blocks = [self._in_slabs(group, 1) for group in range(len(max_blocks))]
         self.dtype: mx.Dtype = getattr(mx, layout.dtype)
         self._writer = writer or FunctionalWriter()
         self._token = self._writer.first_token()
@@ -67,7 +73,7 @@ class KVStore:
         self._no_token = mx.zeros(8, mx.int32)
         self.states = StateStore()
         self._pools: dict[int, LayerPool] = {}
-        for group, count in zip(layout.groups, num_blocks, strict=True):
+        for group, count in zip(layout.groups, self.num_blocks, strict=True):
             for layer in group.layers:
                 self._pools[layer] = LayerPool(
                     mx.full(layout.k_shape(layer, count), fill, self.dtype),
@@ -83,6 +89,69 @@ class KVStore:
     def updates_in_place(self) -> bool:
         """Whether a step may be submitted while the one before is still under way."""
         return self._token is not None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all arrays, as they are now."""
+        return sum(array.nbytes for array in self._arrays())
+
+    def has_room(self, group: int, num_blocks: int) -> bool:
+        """Whether the arrays hold this many blocks."""
+        return num_blocks <= self.num_blocks[group]
+
+    def fits(self, group: int, num_blocks: int) -> bool:
+        """Whether ``fit`` would change nothing."""
+        return self._in_slabs(group, num_blocks) == self.num_blocks[group]
+
+    def fit(self, group: int, num_blocks: int) -> None:
+        """Make the arrays of a group so long that they hold this many blocks, and not longer.
+
+        Waits for all that is under way. Whoever keeps graphs that hold pool arrays must drop them
+        before, or the old arrays stay. One array at a time is copied, so the peak is one array
+        above the larger of both sizes.
+
+        Raises:
+            RuntimeError: The device has no memory for it. What was in the pool is still there, and
+                another call may go on.
+        """
+        count = self._in_slabs(group, num_blocks)
+        self.commit()
+        self.num_blocks[group] = min(count, self.num_blocks[group])
+        for layer in self.layout.groups[group].layers:
+            self._resize(layer, count)
+        self.num_blocks[group] = count
+
+    def _in_slabs(self, group: int, num_blocks: int) -> int:
+        slabs = max(1, -(-num_blocks // self._slab_blocks))
+        return min(slabs * self._slab_blocks, self._max_blocks[group])
+
+    def _resize(self, layer: int, num_blocks: int) -> None:
+        pool = self._pools.pop(layer)
+        arrays = [pool.keys, pool.values]
+        del pool
+        try:
+            for index, array in enumerate(arrays):
+                arrays[index] = self._with_length(array, num_blocks)
+                del array
+                # No other array will have the old one's size.
+                mx.clear_cache()
+        finally:
+            keys, values = arrays
+            self._pools[layer] = self._writer.adopt(LayerPool(keys, values, self.layout.order))
+
+    def _with_length(self, array: mx.array, num_blocks: int) -> mx.array:
+        extra = num_blocks - array.shape[0]
+        if extra == 0:
+            return array
+        if extra > 0:
+            more = mx.full((extra, *array.shape[1:]), self._fill, self.dtype)
+            changed = mx.concatenate([array, more])
+        else:
+            # A slice would keep the whole array.
+            changed = mx.take(array, mx.arange(num_blocks), axis=0)
+        mx.eval(changed)
+        mx.synchronize()
+        return changed
 
     def write(self, layer: int, keys: mx.array, values: mx.array, slots: mx.array) -> None:
         """Store one K and one V row per token; reads that are asked for later see them.

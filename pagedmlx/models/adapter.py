@@ -208,6 +208,10 @@ class ModelAdapter:
         with self._selection.using(lambda hidden: hidden[:, -1:]):
             return self._model(token_ids[None], cache=caches)[0, 0]
 
+    def drop_graphs(self) -> None:
+        """Forget compiled steps, which hold the pool's arrays; they are compiled anew."""
+        self._compiled = None
+
     def close(self) -> None:
         """Release the attention hook; the model is mlx-lm's again. Idempotent."""
         self._compiled = None

@@ -55,6 +55,29 @@ def test_the_detector_sees_the_copy_that_a_held_read_causes(store: KVStore) -> N
     del held
 
 
+def test_the_pool_is_as_large_as_its_blocks_need_and_grows_by_one_array_at_a_time() -> None:
+    layout = KVLayout(
+        block_size=BLOCK_SIZE,
+        dtype="float32",
+        layers=(SHAPE,) * NUM_LAYERS,
+        groups=(KVGroup(KVGroupKind.FULL, tuple(range(NUM_LAYERS))),),
+    )
+    baseline = _reset_peak()
+    store = KVStore(layout, (NUM_BLOCKS,), slab_blocks=NUM_BLOCKS // 8)
+    slab_bytes = 2 * NUM_LAYERS * ARRAY_BYTES // 8
+    room = ARRAY_BYTES // 100
+    for num_blocks, slabs in ((1, 1), (1100, 2), (NUM_BLOCKS, 8), (4000, 4), (0, 1)):
+        before = _reset_peak()
+        store.fit(0, num_blocks)
+        assert store.num_blocks == [slabs * NUM_BLOCKS // 8]
+        assert store.num_bytes == slabs * slab_bytes
+        larger = max(before, mx.get_active_memory())
+        # The new array, and what it is made longer by.
+        assert mx.get_peak_memory() - larger <= 2 * ARRAY_BYTES + room
+        assert abs(mx.get_active_memory() - baseline - slabs * slab_bytes) < room
+    mx.clear_cache()
+
+
 def _reset_peak() -> int:
     # What other tests left behind must not be freed later, when it would hide an allocation.
     gc.collect()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 from unittest.mock import Mock
 
 import mlx.core as mx
@@ -37,6 +38,62 @@ def test_rows_come_back_in_the_order_of_the_table(store: KVStore) -> None:
     assert mx.array_equal(k[0, :, :6].swapaxes(0, 1), keys)
     assert mx.array_equal(v[0, :, :6].swapaxes(0, 1), values)
     assert mx.isnan(k[:, :, 6:]).all()
+
+
+def test_a_pool_that_grows_and_shrinks_keeps_what_is_in_its_blocks(store: KVStore) -> None:
+    grown = KVStore(store.layout, (6, 3), float("nan"), slab_blocks=2)
+    assert grown.num_blocks == [2, 2]
+    keys, values = _rows(store, 0, 6)
+    first, last = _slots([4, 5, 6, 7]), _slots([18, 19])
+    grown.write(0, keys[:4], values[:4], first)
+    with pytest.raises(IndexError, match="within"):
+        grown.copy_blocks(0, np.array([0], np.int32), np.array([4], np.int32))
+    assert not grown.has_room(0, 5)
+    grown.fit(0, 5)
+    assert grown.num_blocks == [6, 2]
+    grown.write(0, keys[4:], values[4:], last)
+    everything = mx.arange(6, dtype=mx.int32)[None]
+    k, v = grown.gather(0, everything)
+    assert np.flatnonzero(~np.isnan(np.array(k[0, 0, :, 0]))).tolist() == [4, 5, 6, 7, 18, 19]
+    assert mx.array_equal(k[0, :, 4:8].swapaxes(0, 1), keys[:4])
+    assert mx.array_equal(v[0, :, 18:20].swapaxes(0, 1), values[4:])
+    grown.commit()
+    assert grown.fits(0, 6)
+    assert not grown.fits(0, 2)
+    grown.fit(0, 2)
+    assert grown.num_blocks == [2, 2]
+    k, v = grown.gather(0, everything[:, :2])
+    assert mx.array_equal(k[0, :, 4:8].swapaxes(0, 1), keys[:4])
+    assert mx.array_equal(v[0, :, 4:8].swapaxes(0, 1), values[:4])
+    # The last slab of the other group is cut to what it may have.
+    grown.fit(1, 3)
+    assert grown.num_blocks == [2, 3]
+
+
+def test_a_pool_that_cannot_grow_keeps_what_it_had(
+    store: KVStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grown = KVStore(store.layout, (6, 3), float("nan"), slab_blocks=2)
+    keys, values = _rows(store, 2, 2)
+    grown.write(2, keys, values, _slots([4, 5]))
+    calls = iter(range(10))
+    full = mx.full
+
+    def refuse(*args: Any, **kwargs: Any) -> mx.array:
+        if next(calls) == 1:
+            raise RuntimeError("[malloc] no")
+        return full(*args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(mx, "full", refuse)
+        with pytest.raises(RuntimeError, match="malloc"):
+            grown.fit(0, 3)
+    assert grown.num_blocks == [2, 2]
+    grown.fit(0, 3)
+    assert grown.num_blocks == [4, 2]
+    k, v = grown.gather(2, mx.array([[1]], dtype=mx.int32))
+    assert mx.array_equal(k[0, :, :2].swapaxes(0, 1), keys)
+    assert mx.array_equal(v[0, :, :2].swapaxes(0, 1), values)
 
 
 def test_single_slots_are_read_in_any_order_and_more_than_once(store: KVStore) -> None:

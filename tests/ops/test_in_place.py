@@ -37,6 +37,24 @@ def test_rows_land_in_their_slots_and_nowhere_else(store: KVStore, slots: list[i
     assert all(np.isnan(array).all() for array in _contents(store, 1))
 
 
+def test_a_pool_that_grows_and_shrinks_is_written_where_it_is_now(store: KVStore) -> None:
+    grown = KVStore(
+        store.layout, (NUM_BLOCKS,), float("nan"), InPlaceWriter(FiberLauncher()), slab_blocks=2
+    )
+    keys, values = _rows(3)
+    grown.write(0, keys[:1], values[:1], mx.array([5], dtype=mx.int64))
+    grown.fit(0, NUM_BLOCKS)
+    grown.write(0, keys[1:], values[1:], mx.array([6, 23], dtype=mx.int64))
+    for written, rows in zip(_contents(grown, 0), (keys, values), strict=True):
+        assert np.array_equal(written[[5, 6, 23]], np.array(rows))
+    grown.fit(0, 2)
+    grown.write(0, keys[2:], values[2:], mx.array([0], dtype=mx.int64))
+    assert [array.shape[0] for array in grown.bind(0)[0].bound] == [2, 2]
+    slots = mx.array([[5, 6, 0]], dtype=mx.int64)
+    for found, rows in zip(grown.gather_slots(0, slots), (keys, values), strict=True):
+        assert mx.array_equal(found[0].swapaxes(0, 1), rows)
+
+
 def test_rows_are_converted_to_the_pools_type(store: KVStore) -> None:
     keys, values = (rows.astype(mx.bfloat16) for rows in _rows(2))
     store.write(0, keys, values, mx.array([1, 5], dtype=mx.int64))
