@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pagedmlx.core.sampling_params import SamplingParams
+from pagedmlx.core.structured import Grammar
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,7 @@ class Request:
         seed: Source of the sampling keys; drawn by the engine when the request has none.
         priority: Larger is served first.
         cache_salt: Requests share cached blocks only with requests of the same salt.
+        grammar: What each output follows; None is anything.
     """
 
     request_id: str
@@ -31,6 +33,7 @@ class Request:
     seed: int = 0
     priority: int = 0
     cache_salt: str = ""
+    grammar: Grammar | None = None
 
     @property
     def max_output_tokens(self) -> int:

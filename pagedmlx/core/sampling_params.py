@@ -109,10 +109,9 @@ class SamplingParams:
         for field in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, field), bool):
                 raise InvalidRequestError(field, f"{getattr(self, field)!r} is not true or false")
-        structured: object = self.structured
-        if structured is not None and not isinstance(structured, StructuredOutputs):
+        if not isinstance(cast("object", self.structured), StructuredOutputs | None):
             raise InvalidRequestError(
-                "structured", f"{type(structured).__name__} is not a StructuredOutputs"
+                "structured", f"{type(self.structured).__name__} is not a StructuredOutputs"
             )
 
     @property

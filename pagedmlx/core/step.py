@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pagedmlx.core.sequence import Sequence
+from pagedmlx.errors import NoTokenLeftError
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +105,8 @@ class StepResult:
             ``needs_logits``.
         logprobs: Sequence id to what is said of that token, where the request wants it.
         prompt_logprobs: Sequence id to what is said of the tokens after each of ``prompt_rows``.
+        ended: Ids of sequences whose grammar allows nothing behind their new token.
+        problems: Sequence id to why its grammar can't go on.
     """
 
     step_id: int
@@ -112,3 +115,5 @@ class StepResult:
     prompt_logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(
         default_factory=dict[int, tuple[TokenLogprobs, ...]]
     )
+    ended: frozenset[int] = frozenset()
+    problems: Mapping[int, NoTokenLeftError] = field(default_factory=dict[int, NoTokenLeftError])

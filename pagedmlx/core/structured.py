@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import cast
+from typing import Protocol, cast
+
+import numpy as np
+import numpy.typing as npt
 
 from pagedmlx.errors import InvalidRequestError
 
@@ -57,9 +60,8 @@ class StructuredOutputs:
             object.__setattr__(self, "json_schema", _schema_text(self.json_schema))
         if self.choice is not None:
             object.__setattr__(self, "choice", _choices(self.choice))
-        json_object: object = self.json_object
-        if not isinstance(json_object, bool):
-            raise InvalidRequestError("json_object", f"{json_object!r} is not true or false")
+        if not isinstance(cast("object", self.json_object), bool):
+            raise InvalidRequestError("json_object", f"{self.json_object!r} is not true or false")
         for field in ("regex", "grammar", "whitespace_pattern"):
             if getattr(self, field) is not None:
                 _check_text(field, getattr(self, field), MAX_GRAMMAR_CHARS)
@@ -77,6 +79,49 @@ class StructuredOutputs:
     def kind(self) -> str:
         """The name of the one field that is given."""
         return next(name for name in _KINDS if getattr(self, name) not in (None, False))
+
+
+class GrammarMatcher(Protocol):
+    """Follows one output, token by token. One thread at a time may use it."""
+
+    def mask(self) -> npt.NDArray[np.uint32]:
+        """Which tokens may come next: (ceil(V / 32),), token t is bit t % 32 of word t // 32.
+
+        Raises:
+            NoTokenLeftError: None may, or it takes too long to find out.
+        """
+        ...
+
+    def advance(self, token_id: int) -> bool:
+        """Take in the output's next token.
+
+        Returns:
+            Whether the output is whole and nothing may follow.
+
+        Raises:
+            NoTokenLeftError: The token fits nowhere, or it takes too long to find out.
+        """
+        ...
+
+
+class Grammar(Protocol):
+    """Compiled structured outputs; safe on any thread."""
+
+    def start(self) -> GrammarMatcher:
+        """A matcher for an output of its own."""
+        ...
+
+
+class GrammarBackend(Protocol):
+    """Compiles structured outputs for one model's tokens; safe on any thread."""
+
+    def compile(self, structured: StructuredOutputs) -> Grammar:
+        """The grammar; soon where it was compiled before.
+
+        Raises:
+            InvalidRequestError: It makes no sense, allows nothing, or is too much work.
+        """
+        ...
 
 
 def _check_text(field: str, value: object, limit: int) -> None:
@@ -102,7 +147,7 @@ def _schema_text(value: object) -> str:
         raise InvalidRequestError(
             "json_schema", f"{type(value).__name__} is not an object, true or false"
         )
-    if _is_deeper(cast("object", value), MAX_JSON_DEPTH):
+    if is_deeper(cast("object", value), MAX_JSON_DEPTH):
         raise InvalidRequestError("json_schema", f"is nested more than {MAX_JSON_DEPTH} deep")
     try:
         # In the order given: that of the properties is the order of the output.
@@ -117,7 +162,7 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no number of JSON")
 
 
-def _is_deeper(value: object, limit: int) -> bool:
+def is_deeper(value: object, limit: int) -> bool:
     """Whether lists and mappings are nested deeper, looked at level by level."""
     level: list[object] = [value]
     for _ in range(limit + 1):
