@@ -45,7 +45,7 @@ class ServerProcess:
 
 
 @contextmanager
-def server_process(model: Path, *flags: str) -> Iterator[ServerProcess]:
+def server_process(model: Path | str, *flags: str) -> Iterator[ServerProcess]:
     """Run ``pagedmlx serve``; its log goes to stderr only if it fails."""
     command = [sys.executable, "-m", "pagedmlx", "serve", str(model), "--port", "0"]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}

@@ -79,7 +79,8 @@ class ResponseFormat:
     def error(self, error: PagedMLXError) -> bytes:
         """The response, failed."""
         told = error_body(error)["error"]
-        failed = {"code": told["code"] or told["type"], "message": told["message"]}
+        code = "server_error" if error.http_status >= 500 else told["code"]
+        failed = {"code": code, "message": told["message"]}
         return self._event("response.failed", response=self._response("failed") | {"error": failed})
 
     def _final(self) -> dict[str, Any]:
