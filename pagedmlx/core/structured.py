@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol, cast
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Protocol, cast
 
 from pagedmlx.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 MAX_GRAMMAR_CHARS = 1 << 18
 """Longest schema, regular expression or grammar, and all choices together."""

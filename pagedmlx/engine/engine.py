@@ -17,6 +17,7 @@ from pagedmlx.core.sequence import FinishReason, Sequence
 from pagedmlx.core.snapshot import EngineSnapshot
 from pagedmlx.core.stats import EngineStats, RequestProgress
 from pagedmlx.core.step import INVALID_TOKEN, Step, StepResult, TokenLogprobs
+from pagedmlx.core.structured import GrammarBackend
 from pagedmlx.engine.inputs import EngineLimits, PreparedJob, prepare_job
 from pagedmlx.engine.live import LiveOutput, LiveRequest, NewTokens
 from pagedmlx.engine.logprobs import LogprobWriter, PromptLogprobs
@@ -74,6 +75,7 @@ class Engine:
         sampling_defaults: Fields of ``SamplingParams`` that the model's maker recommends; front
             ends put them into requests that say nothing about them.
         answer_style: How the model marks reasoning and calls of tools.
+        grammars: Compiles structured outputs, on any thread; without it they are refused.
         clock: Seconds, monotonic.
     """
 
@@ -91,6 +93,7 @@ class Engine:
         notes: tuple[str, ...] = (),
         sampling_defaults: Mapping[str, float] | None = None,
         answer_style: AnswerStyle | None = None,
+        grammars: GrammarBackend | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
@@ -104,6 +107,7 @@ class Engine:
         self._block_bytes = block_bytes
         self._pool_bytes = pool_bytes
         self._state_bytes = state_bytes
+        self._grammars = grammars
         self._clock = clock
         self._pacer: Pacer | None = None
         if config.max_stream_gap_ms:
@@ -120,7 +124,7 @@ class Engine:
         Raises:
             InvalidRequestError: A field can't be served; names it and the limit.
         """
-        return prepare_job(job, self.tokenizer, self.limits)
+        return prepare_job(job, self.tokenizer, self.limits, self._grammars)
 
     def add_request(self, job: Job | PreparedJob) -> str:
         """Put a request into the waiting queue.
@@ -143,9 +147,12 @@ class Engine:
             seed=self._random.getrandbits(63) if params.seed is None else params.seed,
             priority=prepared.job.priority,
             cache_salt=prepared.job.cache_salt,
+            grammar=prepared.grammar,
         )
-        # A chat answer is a text of its own; a completion goes on from its prompt.
-        context = () if prepared.job.messages is not None else prepared.prompt_token_ids
+        # A chat answer is a text of its own; a completion goes on from its prompt. What follows a
+        # grammar is never the beginning of a text, where some tokenizers drop a blank.
+        is_new_text = prepared.job.messages is not None and prepared.grammar is None
+        context = () if is_new_text else prepared.prompt_token_ids
         shown = prepared.shown_token_ids
         outputs = [self._new_output(params, context, shown) for _ in range(params.n)]
         prompt_logprobs = None
@@ -272,9 +279,10 @@ class Engine:
         events: list[OutputEvent] = []
         for entry in step.scheduled:
             sequence = entry.sequence
+            problem = result.problems.get(sequence.seq_id)
             is_invalid = result.sampled.get(sequence.seq_id) == INVALID_TOKEN
-            if is_invalid and not sequence.is_finished:
-                error = _nothing_to_choose(sequence)
+            if (is_invalid or problem is not None) and not sequence.is_finished:
+                error = _nothing_to_choose(sequence, problem)
                 self._scheduler.finish(sequence, FinishReason.ERROR)
                 events.append(self._end(sequence, error=error))
         return events
@@ -290,8 +298,7 @@ class Engine:
             if output.logprobs is not None and told is not None:
                 new.logprobs = (output.logprobs.write(told),)
             # The token that ends an output is not part of its text, unless it is to be.
-            keeps_end = sequence.request.params.include_stop_str_in_output
-            if sequence.finish_reason is not FinishReason.STOP or keeps_end:
+            if not _is_end(sequence) or sequence.request.params.include_stop_str_in_output:
                 new.text = output.detokenizer.add(new.token_ids)
         except Exception as problem:
             self._scheduler.finish(sequence, FinishReason.ERROR)
@@ -365,9 +372,22 @@ class Engine:
         )
 
 
-def _nothing_to_choose(sequence: Sequence) -> RequestFailedError:
+def _is_end(sequence: Sequence) -> bool:
+    """Whether its newest token is no text, but ended it."""
+    is_stopped = sequence.finish_reason is FinishReason.STOP
+    return is_stopped and sequence.token_ids[-1] in sequence.request.stop_token_ids
+
+
+def _nothing_to_choose(sequence: Sequence, problem: NoTokenLeftError | None) -> RequestFailedError:
     params = sequence.request.params
     name = f"request {sequence.request.request_id}"
+    if problem is not None:
+        return NoTokenLeftError(f"{name}: {problem}", hint=problem.hint)
+    if params.structured is not None:
+        return NoTokenLeftError(
+            f"{name}: no token is left to choose from",
+            hint="the grammar allows only what allowed_token_ids or bad_words forbid here",
+        )
     if params.bad_words or params.allowed_token_ids is not None or params.min_tokens:
         return NoTokenLeftError(
             f"{name}: no token is left to choose from",

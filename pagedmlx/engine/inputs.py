@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import SupportsIndex
 
 from pagedmlx.core.sampling_params import SamplingParams
+from pagedmlx.core.structured import Grammar, GrammarBackend, StructuredOutputs
 from pagedmlx.engine.outputs import Job, OutputCollector
 from pagedmlx.errors import ContextLengthError, InvalidRequestError, PoolTooSmallError
 from pagedmlx.text.tokenizer import Tokenizer
@@ -52,6 +53,7 @@ class PreparedJob:
         bad_words: Token sequences that no output may complete.
         shown_token_ids: Special tokens that are not left out of the text.
         arrival_s: When it came, by the engine's clock; None means when it is added.
+        grammar: What each output follows; None is anything.
     """
 
     job: Job
@@ -62,6 +64,7 @@ class PreparedJob:
     bad_words: tuple[tuple[int, ...], ...] = ()
     shown_token_ids: frozenset[int] = frozenset()
     arrival_s: float | None = None
+    grammar: Grammar | None = None
 
     def collector(self) -> OutputCollector:
         """What adds up the request's events on the caller's side."""
@@ -70,8 +73,10 @@ class PreparedJob:
         )
 
 
-def prepare_job(job: Job, tokenizer: Tokenizer, limits: EngineLimits) -> PreparedJob:
-    """Check every field of a job and tokenize its prompt.
+def prepare_job(
+    job: Job, tokenizer: Tokenizer, limits: EngineLimits, grammars: GrammarBackend | None = None
+) -> PreparedJob:
+    """Check every field of a job, tokenize its prompt and compile its grammar.
 
     Raises:
         InvalidRequestError: A field can't be served; names it and the limit.
@@ -89,7 +94,8 @@ def prepare_job(job: Job, tokenizer: Tokenizer, limits: EngineLimits) -> Prepare
         raise InvalidRequestError(field, "is empty; at least one token is needed")
     _check_range(field, token_ids, limits.vocab_size)
     stop_token_ids = frozenset(params.stop_token_ids)
-    if not params.ignore_eos:
+    # A grammar says itself where the model's end may be chosen.
+    if not params.ignore_eos or params.structured is not None:
         # A tokenizer may know tokens that the model can't give.
         stop_token_ids |= {each for each in tokenizer.eos_token_ids if each < limits.vocab_size}
     allowed = params.allowed_token_ids
@@ -107,7 +113,18 @@ def prepare_job(job: Job, tokenizer: Tokenizer, limits: EngineLimits) -> Prepare
         stop_token_ids=stop_token_ids,
         bad_words=_bad_words(params.bad_words, tokenizer, limits.vocab_size),
         shown_token_ids=tokenizer.ids_of(job.shown_tokens),
+        grammar=_compile(params.structured, grammars),
     )
+
+
+def _compile(
+    structured: StructuredOutputs | None, grammars: GrammarBackend | None
+) -> Grammar | None:
+    if structured is None:
+        return None
+    if grammars is None:
+        raise InvalidRequestError("structured", "this engine follows no grammars")
+    return grammars.compile(structured)
 
 
 def _check_fields(job: Job) -> None:

@@ -65,7 +65,7 @@ class ModelRunner:
             tokens were forbidden.
         """
         step_id, chosen = self._under_way.popleft()
-        return chosen.read(step_id)
+        return self._chooser.read(step_id, chosen)
 
     def rest(self) -> None:
         """No sequence is left: forget what was kept for any."""

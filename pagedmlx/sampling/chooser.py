@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import numpy as np
 
 from pagedmlx.core.batch import BatchArrays
+from pagedmlx.core.sequence import Sequence
 from pagedmlx.core.step import StepResult, TokenLogprobs
 from pagedmlx.sampling.logprobs import read_scores, score_tokens
+from pagedmlx.sampling.masks import GrammarMasks
 from pagedmlx.sampling.processors import LogitProcessors
 from pagedmlx.sampling.rows import put_rows, take_rows
 from pagedmlx.sampling.sampler import Sampler, SampleRow
@@ -41,6 +43,7 @@ class Chosen:
         arrays: All that is to be evaluated with the step.
         scores: What ``score_tokens`` gives for ``told``; None if that is empty.
         told: Positions whose token is told about.
+        constrained: The sequences that follow a grammar.
     """
 
     places: dict[int, int]
@@ -48,6 +51,7 @@ class Chosen:
     arrays: tuple[mx.array, ...]
     scores: mx.array | None
     told: tuple[_Told, ...]
+    constrained: tuple[Sequence, ...] = ()
 
     def read(self, step_id: int) -> StepResult:
         """Wait for the device."""
@@ -72,7 +76,10 @@ class Chosen:
 
 
 class TokenChooser:
-    """Processors, sampler and log probabilities, in their order.
+    """Processors, grammars, sampler and log probabilities, in their order.
+
+    A grammar comes last before the sampler: whatever else the settings say, its tokens alone are
+    left to choose from.
 
     Args:
         sampler: Chooses from the logits that the processors have changed.
@@ -81,6 +88,7 @@ class TokenChooser:
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
         self._processors = LogitProcessors()
+        self._grammars = GrammarMasks()
 
     def choose(self, logits: mx.array, host: BatchArrays, token_ids: mx.array) -> Chosen:
         """Build the graph of a step's tokens; nothing is evaluated.
@@ -97,6 +105,8 @@ class TokenChooser:
         sequences = [host.sample_sequences[place] for place in sampling]
         places = {sequence.seq_id: place for place, sequence in enumerate(sequences)}
         tokens, arrays = mx.zeros(0, mx.int32), []
+        following = [place for place, s in enumerate(sequences) if s.request.grammar is not None]
+        constrained = tuple(sequences[place] for place in following)
         if sequences:
             newest = host.sample_rows[sampling]
             positions = (host.positions[newest] + 1).tolist()
@@ -105,20 +115,47 @@ class TokenChooser:
                 for s, position in zip(sequences, positions, strict=True)
             ]
             changed = self._processors.apply(take_rows(logits, sampling), rows, token_ids, newest)
+            if following:
+                masks = mx.array(self._grammars.masks(constrained, changed.shape[1]))
+                part = _only_masked(take_rows(changed, following), masks)
+                changed = put_rows(changed, following, part)
             tokens = self._sampler.sample(changed, rows)
             arrays = self._processors.sampled(tokens)
         told, scores = _score(logits, host, sampling, tokens)
         if scores is not None:
             arrays.append(scores)
-        return Chosen(places, tokens, (tokens, *arrays), scores, told)
+        return Chosen(places, tokens, (tokens, *arrays), scores, told, constrained)
+
+    def read(self, step_id: int, chosen: Chosen) -> StepResult:
+        """Wait for the device; the next masks are begun with what it has chosen."""
+        result = chosen.read(step_id)
+        if not chosen.constrained:
+            return result
+        sampled = [(each, result.sampled[each.seq_id]) for each in chosen.constrained]
+        ended, problems = self._grammars.advance(sampled)
+        return replace(result, ended=ended, problems=problems)
 
     def drop(self, seq_ids: Iterable[int]) -> None:
         """Forget sequences that ended or lost their blocks."""
+        seq_ids = list(seq_ids)
         self._processors.drop(seq_ids)
+        self._grammars.drop(seq_ids)
 
     def clear(self) -> None:
         """Forget all sequences."""
         self._processors.clear()
+        self._grammars.clear()
+
+
+# Compiled, so that their constants are brought to the device once, and for few launches.
+@mx.compile
+def _only_masked(logits: mx.array, masks: mx.array) -> mx.array:
+    """Minus infinity for tokens whose bit isn't set: (R, V) logits, (R, ceil(V / 32)) uint32."""
+    bits = (masks[:, :, None] >> mx.arange(32, dtype=mx.uint32)) & 1
+    allowed = bits.reshape(logits.shape[0], -1)[:, : logits.shape[1]].astype(mx.bool_)
+    # What is broken must stay so, to be noticed.
+    broken = mx.isnan(logits).any(axis=-1, keepdims=True)
+    return mx.where(broken | allowed, logits, -mx.inf)
 
 
 def _score(

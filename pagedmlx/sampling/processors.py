@@ -236,6 +236,8 @@ def _is_changed(row: SampleRow) -> bool:
 
 
 def _lacks_tokens(row: SampleRow, sequence: TextSequence) -> bool:
+    if sequence.request.grammar is not None:
+        return False  # its masks see to it, since they know what else is left
     return row.position - sequence.num_prompt_tokens < row.params.min_tokens
 
 
