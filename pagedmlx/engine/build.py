@@ -11,6 +11,7 @@ from pagedmlx.config import EngineConfig
 from pagedmlx.core.kv_manager import KVManager
 from pagedmlx.core.scheduler import Scheduler
 from pagedmlx.engine.engine import Engine
+from pagedmlx.engine.grammars import grammar_backend
 from pagedmlx.engine.inputs import EngineLimits
 from pagedmlx.engine.memory import PoolPlan, device_memory_bytes, measure_headroom, plan_pool
 from pagedmlx.engine.runner import ModelRunner
@@ -111,6 +112,7 @@ def build_engine(
                 *loaded.sampling.notes,
             ),
             sampling_defaults=loaded.sampling.values,
+            grammars=grammar_backend(tokenizer, adapter.vocab_size),
             answer_style=tokenizer.find_style(find_tool_syntax),
         )
         undo.pop_all()

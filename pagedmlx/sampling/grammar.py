@@ -51,7 +51,7 @@ class Vocabulary:
         tokens: The bytes of each of the model's V tokens; empty for one that is never chosen. A
             special token's are its name's.
         special: Tokens that are not text; a grammar names them, as in ``<|im_end|>``.
-        ends: Tokens by which the model ends an output; at least one.
+        ends: Tokens by which the model ends an output.
     """
 
     tokens: Sequence[bytes]
@@ -153,9 +153,9 @@ class LLGuidance:
             if self._vocabulary is None:
                 self._vocabulary = self._make_vocabulary()
             if self._tokenizer is None:
+                table = _TokenTable(self._vocabulary)
                 self._tokenizer = LLTokenizer(
-                    TokenizerWrapper(_TokenTable(self._vocabulary)),
-                    eos_token=sorted(self._vocabulary.ends),
+                    TokenizerWrapper(table), eos_token=table.eos_token_ids
                 )
             return self._tokenizer, self._vocabulary
 
@@ -166,7 +166,13 @@ class _TokenTable:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.tokens = list(vocabulary.tokens)
         self.special_token_ids = sorted(vocabulary.special)
-        self.eos_token_id = min(vocabulary.ends)
+        self.eos_token_ids = sorted(vocabulary.ends)
+        if not self.eos_token_ids:
+            # There must be one: it gets the place behind the model's tokens.
+            self.eos_token_ids = [len(self.tokens)]
+            self.special_token_ids += self.eos_token_ids
+            self.tokens.append(b"<end>")
+        self.eos_token_id = self.eos_token_ids[0]
         self.bos_token_id = None
         self._id_of_byte = {
             token[0]: index

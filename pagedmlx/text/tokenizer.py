@@ -36,6 +36,9 @@ class Tokenizer:
         eos_token_ids: The model configuration's end-of-output tokens. To these are added the
             tokenizer's own and the end-of-turn tokens that the chat template writes.
 
+    Attributes:
+        joins_bytes: Whether text is its tokens' ``token_bytes`` joined, but for its beginning.
+
     Raises:
         UnsupportedModelError: The tokenizer isn't a fast one.
     """
@@ -57,6 +60,7 @@ class Tokenizer:
         self._special = {index: token.content for index, token in added.items() if token.special}
         self._bytes: dict[int, bytes] = {}
         self._spelling = TokenBytes.from_decoder(_state(backend.decoder))
+        self.joins_bytes: bool = self._spelling is not None or _is_metaspace(backend.decoder)
         self.special_token_ids: frozenset[int] = frozenset(self._special)
         self.bos_token_id: int | None = inner.bos_token_id
         self.vocab_size: int = len(inner)
@@ -299,6 +303,11 @@ def load_tokenizer(
             hint="The folder needs tokenizer.json and tokenizer_config.json, whole.",
         ) from error
     return Tokenizer(inner, eos_token_ids=eos_token_ids)
+
+
+def _is_metaspace(decoder: Any) -> bool:
+    state = _state(decoder)
+    return state is not None and state["type"] == "Metaspace"
 
 
 def _state(decoder: Any) -> dict[str, Any] | None:
