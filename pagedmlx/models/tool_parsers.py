@@ -8,7 +8,7 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
-from pagedmlx.text.answer_style import Syntax, ToolSyntax, json_syntax, llama_syntax
+from pagedmlx.text.answer_style import ToolSyntax, json_syntax, llama_syntax
 
 _MISTRAL_HEADER = re.compile(
     r"\s*(?P<name>[\w.-]+)\s*(?:\[CALL_ID\]\s*(?P<id>\w+)\s*)?\[ARGS\]\s*(?=\{)"
@@ -68,6 +68,8 @@ def tool_syntax(name: str) -> ToolSyntax | None:
             header=_MISTRAL_HEADER,
             tokens=("[ARGS]", "[CALL_ID]"),
             id_length=9,
+            frame=("[TOOL_CALLS]NAME[ARGS]", ""),
+            separator="",
         )
     if name == "kimi_k2":
         return ToolSyntax(
@@ -77,13 +79,19 @@ def tool_syntax(name: str) -> ToolSyntax | None:
             header=_KIMI_HEADER,
             dropped=(module.tool_call_start, module.tool_call_end),
             tokens=("<|tool_call_argument_begin|>",),
+            frame=(
+                f"{module.tool_call_start}<|tool_call_begin|>functions.NAME:0"
+                "<|tool_call_argument_begin|>",
+                f"<|tool_call_end|>{module.tool_call_end}",
+            ),
+            separator=None,
         )
     return ToolSyntax(
         module.tool_call_start,
         module.tool_call_end,
         parse,
         tokens=_TOKENS.get(name, ()),
-        kind=Syntax.XML if name == "qwen3_coder" else Syntax.OTHER,
+        is_xml=name == "qwen3_coder",
     )
 
 

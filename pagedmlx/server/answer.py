@@ -22,7 +22,8 @@ from pagedmlx.server.format import Format, Head
 from pagedmlx.server.generation import Generation
 from pagedmlx.server.service import Service, logger
 from pagedmlx.server.streaming import EventStream
-from pagedmlx.server.writer import Piece, Usage, whole_pieces
+from pagedmlx.server.writer import Piece, Pieces, Usage, join_pieces
+from pagedmlx.text.answer_parser import AnswerParser
 
 _MAX_NAMED = 20
 
@@ -39,6 +40,7 @@ class Ask:
         stream: Whether it is sent as it grows.
         unknown: Fields that nobody knows.
         renamed: What the request calls fields that the engine's errors name.
+        parser: Makes what takes an answer to a job apart; None leaves answers whole.
     """
 
     id_prefix: str
@@ -48,6 +50,7 @@ class Ask:
     stream: bool
     unknown: tuple[str, ...] = ()
     renamed: Mapping[str, str] = field(default_factory=dict[str, str])
+    parser: Callable[[PreparedJob], AnswerParser] | None = None
 
 
 async def answer(request: Request, read: Callable[[dict[str, Any], Service], Ask]) -> Response:
@@ -85,16 +88,17 @@ async def answer(request: Request, read: Callable[[dict[str, Any], Service], Ask
             Head(answer_id, int(time.time()), ask.model, usage), generation.prepared
         )
         headers = _headers(ask.unknown)
+        pieces = Pieces(generation.prepared, usage, ask.parser)
         if ask.stream:
             stream = EventStream(
-                generation, format, usage, settings=service.settings, headers=headers
+                generation, pieces, format, usage, settings=service.settings, headers=headers
             )
             is_handed_over = True
             return stream
-        pieces = await _whole(generation, usage)
+        choices = await _whole(generation, pieces, usage)
         if service.settings.log_contents:
-            logger.info("answered: %s", json.dumps({each.index: each.text for each in pieces}))
-        return JsonResponse(format.whole(pieces), headers=headers)
+            logger.info("answered: %s", json.dumps({each.index: each.text for each in choices}))
+        return JsonResponse(format.whole(choices), headers=headers)
     finally:
         if not is_handed_over:
             generation.close()
@@ -109,14 +113,16 @@ async def _start(generation: Generation, ask: Ask, answer_id: str) -> None:
         raise renamed_error(error, ask.renamed) from error
 
 
-async def _whole(generation: Generation, usage: Usage) -> list[Piece]:
-    collectors = [each.collector() for each in generation.prepared]
+async def _whole(generation: Generation, pieces: Pieces, usage: Usage) -> list[Piece]:
+    """Each choice in one piece."""
+    choices: dict[int, list[Piece]] = {}
     while not generation.is_finished:
         found = await generation.next()
         if found is not None:
             usage.note(*found)
-            collectors[found[0]].add(found[1])
-    return whole_pieces([each.output() for each in collectors])
+            for piece in pieces.take(*found):
+                choices.setdefault(piece.index, []).append(piece)
+    return [join_pieces(choices[index]) for index in sorted(choices)]
 
 
 def _headers(unknown: Sequence[str]) -> dict[str, str]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from pagedmlx.core.sampling_params import MAX_LOGPROBS
-from pagedmlx.engine.outputs import Job
+from pagedmlx.engine.turn import Turn
 from pagedmlx.errors import InvalidRequestError
 from pagedmlx.server.answer import Ask, answer
 from pagedmlx.server.choices import choice_format
@@ -25,6 +26,15 @@ from pagedmlx.server.fields import (
 from pagedmlx.server.logprobs import chat_logprobs, prompt_logprobs
 from pagedmlx.server.service import Service
 from pagedmlx.server.writer import Piece
+from pagedmlx.text.answer_parser import content_text, reasoning_text, tool_calls
+from pagedmlx.text.answer_parts import (
+    AnswerPart,
+    ReasoningPart,
+    TextPart,
+    ToolCall,
+    ToolCallArguments,
+    ToolCallBegin,
+)
 
 
 async def chat_completions(request: Request) -> Response:
@@ -42,30 +52,43 @@ def _read(body: dict[str, Any], service: Service) -> Ask:
     max_tokens, name = _max_tokens(values)
     # Where the engine's errors say prompt, this endpoint's clients have written messages.
     renamed = {"prompt": "messages", "max_tokens": name, "logprobs": "top_logprobs"}
-    job = Job(
-        messages=values["messages"],
-        sampling_params=sampling_params(
-            values,
-            CHAT_FIELDS,
-            {"max_tokens": None, **service.require_engine().sampling_defaults},
-            renamed,
-            max_tokens=max_tokens,
-            logprobs=_num_logprobs(values),
-        ),
+    engine = service.require_engine()
+    turn = Turn.read(
+        engine,
+        values["messages"],
+        tools=values.get("tools"),
+        tool_choice=values.get("tool_choice"),
+        parallel_tool_calls=typed(values, "parallel_tool_calls", bool, True),
+        reasoning_effort=values.get("reasoning_effort"),
+        chat_template_kwargs=typed(values, "chat_template_kwargs", dict, {}),
+        splits_reasoning=typed(values, "separate_reasoning", bool, True),
+    )
+    params = sampling_params(
+        values,
+        CHAT_FIELDS,
+        {"max_tokens": None, **engine.sampling_defaults},
+        renamed,
+        max_tokens=max_tokens,
+        logprobs=_num_logprobs(values),
+    )
+    job = turn.job(
+        engine,
+        params,
         priority=typed(values, "priority", int, 0),
         cache_salt=typed(values, "cache_salt", str, ""),
-        chat_template_kwargs=typed(values, "chat_template_kwargs", dict, {}),
     )
+    writer = ChatWriter(shows_reasoning=typed(values, "include_reasoning", bool, True))
     return Ask(
         id_prefix="chatcmpl-",
         jobs=(job,),
         model=model,
         format=choice_format(
-            lambda _prepared: ChatWriter(), include_usage=include_usage(values, stream=stream)
+            lambda _prepared: writer, include_usage=include_usage(values, stream=stream)
         ),
         stream=stream,
         unknown=unknown,
         renamed=renamed,
+        parser=partial(turn.parser, engine),
     )
 
 
@@ -95,16 +118,37 @@ def _num_logprobs(values: dict[str, Any]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class ChatWriter:
-    """Writes answers as chat completions."""
+    """Writes answers as chat completions.
+
+    Attributes:
+        shows_reasoning: Whether reasoning is told, or left out.
+    """
 
     kind: ClassVar[str] = "chat.completion"
     chunk_kind: ClassVar[str] = "chat.completion.chunk"
 
+    shows_reasoning: bool = True
+
     def choice(self, piece: Piece) -> dict[str, Any]:
         """One choice of a whole answer."""
+        calls = tool_calls(piece.parts)
+        content = content_text(piece.parts)
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": content or (None if calls else ""),
+            "refusal": None,
+        }
+        reasoning = reasoning_text(piece.parts)
+        if reasoning and self.shows_reasoning:
+            message |= _reasoning(reasoning)
+        if calls:
+            message["tool_calls"] = [
+                {"id": call.call_id, "type": "function", "function": _function(call)}
+                for call in calls
+            ]
         return {
             "index": piece.index,
-            "message": {"role": "assistant", "content": piece.text, "refusal": None},
+            "message": message,
             "logprobs": chat_logprobs(piece.logprobs),
             "finish_reason": piece.finish_reason,
             "stop_reason": piece.stop_reason,
@@ -116,18 +160,45 @@ class ChatWriter:
         return {} if told is None else {"prompt_logprobs": told}
 
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
-        """The role first, then the text, then the end."""
+        """The role first, then what is said, then the end."""
         chunks: list[dict[str, Any]] = []
         if piece.is_first:
             chunks.append(_chunk(piece, {"role": "assistant", "content": "", "refusal": None}))
-        if piece.text or piece.logprobs:
-            chunks.append(_chunk(piece, {"content": piece.text}))
-            chunks[-1]["logprobs"] = chat_logprobs(piece.logprobs)
+        deltas = [delta for part in piece.parts if (delta := self._delta(part))]
+        if piece.logprobs and not deltas:
+            deltas.append({"content": ""})
+        said = [_chunk(piece, delta) for delta in deltas]
+        if said:
+            said[0]["logprobs"] = chat_logprobs(piece.logprobs)
+        chunks += said
         if piece.finish_reason is not None:
             chunks.append(_chunk(piece, {}))
             chunks[-1]["finish_reason"] = piece.finish_reason
             chunks[-1]["stop_reason"] = piece.stop_reason
         return chunks
+
+    def _delta(self, part: AnswerPart) -> dict[str, Any]:
+        match part:
+            case TextPart(text):
+                return {"content": text}
+            case ReasoningPart(text):
+                return _reasoning(text) if self.shows_reasoning else {}
+            case ToolCallBegin(index, call_id, name):
+                call = {"index": index, "id": call_id, "type": "function"}
+                return {"tool_calls": [call | {"function": {"name": name, "arguments": ""}}]}
+            case ToolCallArguments(index, text):
+                return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+            case _:
+                return {}
+
+
+def _reasoning(text: str) -> dict[str, Any]:
+    """Under both names that clients look for."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def _function(call: ToolCall) -> dict[str, Any]:
+    return {"name": call.name, "arguments": call.arguments}
 
 
 def _chunk(piece: Piece, delta: dict[str, Any]) -> dict[str, Any]:

@@ -25,6 +25,7 @@ class EventStream(Response):
 
     Args:
         generation: Has started; it is closed here.
+        pieces: Makes pieces of its events.
         format: Shapes its events, an error after the headers too.
         usage: Counts its tokens.
         settings: The endpoint's.
@@ -36,6 +37,7 @@ class EventStream(Response):
     def __init__(
         self,
         generation: Generation,
+        pieces: Pieces,
         format: Format,
         usage: Usage,
         *,
@@ -49,7 +51,7 @@ class EventStream(Response):
         self._format = format
         self._usage = usage
         self._settings = settings
-        self._pieces = Pieces(generation.prepared)
+        self._pieces = pieces
         self._last_s = 0.0
         self._texts: dict[int, str] = {}
 

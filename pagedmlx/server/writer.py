@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, ClassVar, Protocol
 
 from pagedmlx.engine.inputs import PreparedJob
 from pagedmlx.engine.outputs import (
     OutputEvent,
     PositionLogprobs,
-    RequestOutput,
     shown_logprobs,
 )
+from pagedmlx.text.answer_parser import AnswerParser, join_parts
 from pagedmlx.text.answer_parts import AnswerPart, TextPart
 
 
@@ -68,23 +69,18 @@ class Writer(Protocol):
         ...
 
 
-def whole_pieces(outputs: Sequence[RequestOutput]) -> list[Piece]:
-    """The choices of finished requests, each in one piece."""
-    return [
-        Piece(
-            job=job,
-            index=job * len(output.outputs) + choice.index,
-            is_first=True,
-            text=choice.text,
-            logprobs=None if choice.logprobs is None else choice.shown_logprobs,
-            finish_reason=choice.finish_reason,
-            stop_reason=choice.stop_reason,
-            prompt_logprobs=output.prompt_logprobs,
-            parts=(TextPart(choice.text),),
-        )
-        for job, output in enumerate(outputs)
-        for choice in output.outputs
-    ]
+def join_pieces(pieces: Sequence[Piece]) -> Piece:
+    """All pieces of a choice as one."""
+    first, last = pieces[0], pieces[-1]
+    told = [each.logprobs for each in pieces if each.logprobs is not None]
+    return replace(
+        first,
+        text="".join(each.text for each in pieces),
+        parts=tuple(join_parts([part for each in pieces for part in each.parts])),
+        logprobs=tuple(chain.from_iterable(told)) if told else None,
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+    )
 
 
 class Usage:
@@ -109,32 +105,50 @@ class Usage:
 
     def as_json(self) -> dict[str, Any]:
         """OpenAI's shape."""
-        return {
+        counts: dict[str, Any] = {
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": self.num_output_tokens,
             "total_tokens": self.num_prompt_tokens + self.num_output_tokens,
             "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
         }
+        if self.num_reasoning_tokens:
+            details = {"reasoning_tokens": self.num_reasoning_tokens}
+            counts["completion_tokens_details"] = details
+        return counts
 
 
 @dataclass(slots=True)
 class _Choice:
+    parser: AnswerParser | None = None
     num_chars: int = 0
     has_begun: bool = False
     pending: list[PositionLogprobs] = field(default_factory=list[PositionLogprobs])
 
 
 class Pieces:
-    """Turns the events of a stream into pieces.
+    """Turns events into pieces, and takes answers apart where that is wanted.
 
     Log probabilities of a token wait until its text has been shown, since a stop string may still
     swallow it. Where those of the prompt are wanted, all choices wait for them.
+
+    Args:
+        prepared: The jobs.
+        usage: Told of tokens of reasoning.
+        parser: Makes what takes an answer to a job apart.
     """
 
-    def __init__(self, prepared: Sequence[PreparedJob]) -> None:
+    def __init__(
+        self,
+        prepared: Sequence[PreparedJob],
+        usage: Usage,
+        parser: Callable[[PreparedJob], AnswerParser] | None = None,
+    ) -> None:
+        self._usage = usage
         self._n = prepared[0].params.n
         self._params = [each.params for each in prepared]
-        self._choices = [_Choice() for _ in range(self._n * len(prepared))]
+        self._choices = [
+            _Choice(parser and parser(each)) for each in prepared for _ in range(self._n)
+        ]
         self._prompts: list[tuple[PositionLogprobs | None, ...] | None] = [None] * len(prepared)
         self._held: list[tuple[int, OutputEvent]] = []
 
@@ -166,7 +180,7 @@ class Pieces:
             choice.pending = [
                 each for each in choice.pending if max(each.start + 1, each.end) > choice.num_chars
             ]
-        return Piece(
+        piece = Piece(
             job=job,
             index=index,
             is_first=is_first,
@@ -175,5 +189,18 @@ class Pieces:
             finish_reason=event.finish_reason,
             stop_reason=event.stop_reason,
             prompt_logprobs=self._prompts[job] if is_first else None,
-            parts=(TextPart(event.text),),
         )
+        return self._with_parts(piece, choice.parser, event)
+
+    def _with_parts(self, piece: Piece, parser: AnswerParser | None, event: OutputEvent) -> Piece:
+        if parser is None:
+            return replace(piece, parts=(TextPart(piece.text),) if piece.text else ())
+        parts = parser.add(piece.text)
+        if parser.is_reasoning:
+            self._usage.num_reasoning_tokens += len(event.token_ids)
+        if event.finish_reason is None:
+            return replace(piece, parts=tuple(parts))
+        parts += parser.finish()
+        calls = event.finish_reason == "stop" and parser.has_tool_calls
+        reason = "tool_calls" if calls else event.finish_reason
+        return replace(piece, parts=tuple(parts), finish_reason=reason)

@@ -6,10 +6,8 @@ Found once, when a model is loaded, from its chat template and its tokens.
 from __future__ import annotations
 
 import re
-import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
 from pagedmlx.text.call_json import JSON_CALL, parse_json_calls
@@ -28,6 +26,7 @@ _THINK_TAGS = (
 )
 _CHANNEL_TAGS = (("<|channel>", "<channel|>"), ("<|channel>thought", "<channel|>"))
 _XTML = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
+_SWITCHES = ("enable_thinking", "thinking", "reasoning_effort")
 HARMONY_TOKENS = (
     "<|start|>",
     "<|channel|>",
@@ -38,15 +37,6 @@ HARMONY_TOKENS = (
     "<|return|>",
 )
 """Marks of answers that are messages of several channels."""
-
-
-class Syntax(StrEnum):
-    """The ways of writing a call that more is known of than how to parse one."""
-
-    JSON = "json"
-    XML = "xml"
-    HARMONY = "harmony"
-    OTHER = "other"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +56,10 @@ class ToolSyntax:
         dropped: Marks around several calls, which say nothing.
         tokens: Further marks within calls.
         id_length: Length of the ids that the template takes; 0 takes any.
-        kind: Of the grammars that can be made for it.
+        frame: What stands around the arguments of a call if these are JSON, from ``start`` to
+            ``end``; NAME is the tool's. None if there is no such form.
+        separator: Between two calls; None if only one can be made.
+        is_xml: Whether a call is written as Qwen3-Coder does: a tag for each argument.
     """
 
     start: str
@@ -78,7 +71,9 @@ class ToolSyntax:
     dropped: tuple[str, ...] = ()
     tokens: tuple[str, ...] = ()
     id_length: int = 0
-    kind: Syntax = Syntax.OTHER
+    frame: tuple[str, str] | None = None
+    separator: str | None = "\n"
+    is_xml: bool = False
 
 
 def json_syntax() -> ToolSyntax:
@@ -89,7 +84,7 @@ def json_syntax() -> ToolSyntax:
         parse_json_calls,
         header=JSON_CALL,
         closes="}",
-        kind=Syntax.JSON,
+        frame=('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>"),
     )
 
 
@@ -103,7 +98,8 @@ def llama_syntax() -> ToolSyntax:
         closes="}",
         keeps_start=True,
         dropped=("<|python_tag|>",),
-        kind=Syntax.JSON,
+        frame=('{"name": "NAME", "parameters": ', "}"),
+        separator=None,
     )
 
 
@@ -150,28 +146,34 @@ def find_style(
         find_syntax: How calls are written by a template that knows tools.
     """
     is_harmony = all(map(has_token, HARMONY_TOKENS)) and "<|channel|>" in template
-    switches = frozenset(
-        name
-        for name in ("enable_thinking", "thinking", "reasoning_effort")
-        if re.search(rf"(?<![\w.'\"]){name}\b(?!['\"])", template)
-    )
+    code = _code(template)
+    switches = frozenset(name for name in _SWITCHES if _names(code, name))
     if is_harmony:
         return AnswerStyle(is_harmony=True, control=HARMONY_TOKENS, switches=switches)
-    tools = None
-    if re.search(r"\btools\b", template):
-        tools = find_syntax(template)
+    tools = find_syntax(template) if _names(code, "tools") else None
     think, dropped = _find_think(template, has_token)
-    marks = (*(think or ()), *dropped)
+    generic = json_syntax()
+    marks = (*(think or ()), *dropped, generic.start, generic.end)
     if tools is not None:
         marks += (tools.start, tools.end, *tools.dropped, *tools.tokens)
     control = tuple(
         token
         for token in special_tokens
-        if token.strip(string.whitespace) and any(token in mark for mark in marks)
+        if len(token.strip()) > 1 and any(token in mark for mark in marks)
     )
     return AnswerStyle(
         think=think, tools=tools, dropped=dropped, control=control, switches=switches
     )
+
+
+def _code(template: str) -> str:
+    """What is code in a template, without its strings."""
+    code = " ".join(re.findall(r"\{[%{](.*?)[%}]\}", template, re.DOTALL))
+    return re.sub(r"'[^']*'|\"[^\"]*\"", "", code)
+
+
+def _names(code: str, variable: str) -> bool:
+    return re.search(rf"(?<![\w.]){variable}\b", code) is not None
 
 
 def _find_think(

@@ -15,8 +15,9 @@ def normalize_messages(messages: object) -> list[dict[str, Any]]:
     """Check a conversation and return it as templates expect it.
 
     The role ``developer`` becomes ``system``; content given as text parts becomes their joined
-    text; the null content of an assistant's tool calls becomes the empty string, and the calls'
-    arguments become JSON text; other keys are kept. The input isn't changed.
+    text; null content beside an assistant's tool calls or reasoning becomes the empty string; the
+    calls' arguments become JSON text; reasoning gets all the names that templates know it by;
+    other keys are kept. The input isn't changed.
 
     Raises:
         InvalidRequestError: No messages, an unknown role, or content that isn't text.
@@ -86,8 +87,26 @@ def _normalize(message: object, where: str) -> dict[str, Any]:
     if message.get("tool_calls"):
         result["tool_calls"] = _tool_calls(message["tool_calls"], f"{where}.tool_calls")
         result.setdefault("content", "")
+    if role == "assistant":
+        result |= _reasoning(message, where)
+        if "reasoning_content" in result:
+            result.setdefault("content", "")
     result["content"] = _content(result.get("content"), f"{where}.content")
     return result
+
+
+def _reasoning(message: Mapping[str, Any], where: str) -> dict[str, str]:
+    for key in ("reasoning_content", "reasoning"):
+        text = message.get(key)
+        if text is not None and not isinstance(text, str):
+            raise InvalidRequestError(f"{where}.{key}", f"{_kind(text)} instead of text")
+        if text:
+            names = ["reasoning_content", "reasoning"]
+            # With both of these the template of gpt-oss takes no thoughts.
+            if not (message.get("content") and message.get("tool_calls")):
+                names.append("thinking")
+            return dict.fromkeys(names, text)
+    return {}
 
 
 def _content(content: object, where: str) -> str:

@@ -58,7 +58,8 @@ def render_chat(
         messages: As ``normalize_messages`` takes them.
         special_tokens: Spellings that only the template itself may use.
         add_generation_prompt: End with the opening of the assistant's answer.
-        template_kwargs: Further variables for the template, such as ``enable_thinking``.
+        template_kwargs: Further variables for the template, such as ``enable_thinking``; ``tools``
+            are guarded like messages.
 
     Raises:
         InvalidRequestError: The messages are malformed, the template refuses them (with its own
@@ -69,13 +70,14 @@ def render_chat(
     for name in template_kwargs:
         if name in taken or name in ("messages", "self"):
             raise InvalidRequestError("chat_template_kwargs", f"{name!r} can't be set here")
+    tools = template_kwargs.get("tools")
+    guard, (conversation, tools) = _guard([conversation, tools], special_tokens)
     render = partial(
         apply_template,
         tokenize=False,
         add_generation_prompt=add_generation_prompt,
-        **template_kwargs,
+        **{**template_kwargs, **({} if tools is None else {"tools": tools})},
     )
-    guard, conversation = _guard(conversation, special_tokens)
     try:
         text = _render_all(render, conversation)
     except InvalidRequestError:
@@ -124,15 +126,13 @@ def _try(render: Callable[..., str], conversation: list[dict[str, Any]]) -> str:
         ) from error
 
 
-def _guard(
-    conversation: list[dict[str, Any]], special_tokens: Iterable[str]
-) -> tuple[str, list[dict[str, Any]]]:
+def _guard(value: list[Any], special_tokens: Iterable[str]) -> tuple[str, list[Any]]:
     """Put a guard mark inside each spelling of a special token, everywhere but in the roles."""
     spellings = sorted((token for token in special_tokens if len(token) > 1), key=len, reverse=True)
-    runs = re.findall(f"{_GUARD}+", "".join(_strings(conversation)))
+    runs = re.findall(f"{_GUARD}+", "".join(_strings(value)))
     guard = _GUARD * (1 + max(map(len, runs), default=0))
     if not spellings:
-        return guard, conversation
+        return guard, value
     pattern = re.compile("|".join(f"{re.escape(s[0])}(?={re.escape(s[1:])})" for s in spellings))
 
     def mark(value: Any) -> Any:
@@ -144,7 +144,7 @@ def _guard(
             return {key: item if key == "role" else mark(item) for key, item in value.items()}
         return value
 
-    return guard, mark(conversation)
+    return guard, mark(value)
 
 
 def _strings(value: Any) -> Iterable[str]:

@@ -99,6 +99,11 @@ class Tokenizer:
         """Id of a token by its exact string, or None."""
         return self._backend.token_to_id(token)
 
+    def special_token_id(self, token: str) -> int | None:
+        """Id of a special token by its spelling, or None."""
+        found = self.token_to_id(token)
+        return found if found in self.special_token_ids else None
+
     def ids_of(self, tokens: Iterable[str]) -> frozenset[int]:
         """Ids of those of the tokens that there are."""
         ids = map(self.token_to_id, tokens)
