@@ -5,6 +5,7 @@ The command line, the server and Python map onto this class; nothing else holds 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from pagedmlx.errors import InvalidRequestError
@@ -40,6 +41,8 @@ class EngineConfig:
         enable_prefix_caching: Share the blocks of equal prompt beginnings.
         kv_cache_dtype: Type of the pool's elements; ``auto`` is the model's.
         attention_backend: ``auto``, ``kernels`` (on a GPU), ``gather`` or ``reference``.
+        idle_release_s: Seconds after which memory of blocks that nobody has used goes back to the
+            system, cached ones included; 0 keeps it.
         max_overtakes: How often later requests may pass one that doesn't fit; then it is next.
         max_num_waiting: Most requests that may wait; None is no limit.
         seed: Source of the seeds of requests that give none; None takes a fresh one.
@@ -67,6 +70,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     kv_cache_dtype: str = "auto"
     attention_backend: str = "auto"
+    idle_release_s: float = 300.0
     max_overtakes: int = 64
     max_num_waiting: int | None = None
     seed: int | None = None
@@ -107,6 +111,16 @@ class EngineConfig:
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0.0 < share <= 1.0:
             raise InvalidRequestError(
                 "gpu_memory_utilization", f"{share!r} must be above 0 and at most 1"
+            )
+
+        seconds = self.idle_release_s
+        if (
+            isinstance(seconds, bool)
+            or not isinstance(seconds, int | float)
+            or not (0.0 <= seconds < math.inf)
+        ):
+            raise InvalidRequestError(
+                "idle_release_s", f"{seconds!r} must be a number of seconds from 0"
             )
 
     def for_streams(self) -> EngineConfig:

@@ -25,6 +25,7 @@ BAD: list[tuple[str, Any]] = [
     *[("gpu_memory_utilization", value) for value in (0, -0.1, 1.01, float("nan"), "0.5", True)],
     *[(field, value) for field in COUNTS for value in (0, -1, 1.5, "8", True)],
     ("max_overtakes", -1),
+    *[("idle_release_s", value) for value in (-1, float("nan"), float("inf"), "60", True, None)],
     *[("max_stream_gap_ms", value) for value in (-1, 0.5, "250", True)],
     ("model", 5),
     ("model", None),

@@ -165,6 +165,11 @@ ENGINE_FLAGS = (
     Flag("enable_prefix_caching", "Share the blocks of equal prompt beginnings.", bool),
     Flag("kv_cache_dtype", "Type of the pool: auto, float16, bfloat16 or float32.", str),
     Flag("attention_backend", "auto, kernels, gather or reference.", str),
+    Flag(
+        "idle_release_s",
+        "Seconds after which unused blocks' memory is given back; 0: never.",
+        float,
+    ),
     Flag("max_overtakes", "How often later requests may pass one that doesn't fit.", int),
     Flag("max_num_waiting", "Most requests that may wait; no limit unless given.", int | None),
     Flag("pool_fill", "Fill the pool with this at the start, such as nan; for tests.", float),

@@ -43,6 +43,9 @@ class KVManager:
         enable_prefix_caching: Index full blocks and reuse them.
         salts: What cached blocks depend on besides their tokens: model, KV type, ...
         hash_function: How block hashes are made; replaced in tests.
+        num_kept_blocks: For each group, from how many blocks on cached ones are evicted before
+            more memory is taken; None is all of them.
+        slab_blocks: Blocks whose memory is taken and given back together.
     """
 
     def __init__(
@@ -54,6 +57,8 @@ class KVManager:
         enable_prefix_caching: bool = True,
         salts: tuple[str, ...] = (),
         hash_function: HashFunction = hash_tokens,
+        num_kept_blocks: tuple[int, ...] | None = None,
+        slab_blocks: int = 1,
     ) -> None:
         assert len(groups) == len(num_blocks) >= 1
         self.groups = groups
@@ -62,9 +67,13 @@ class KVManager:
         self.num_copies = 0
         self._salts = salts
         self._hash = hash_function
+        self._slab_blocks = slab_blocks
         self._indexes = tuple(PrefixIndex() for _ in groups)
         self.pools = tuple(
-            BlockPool(count, index) for count, index in zip(num_blocks, self._indexes, strict=True)
+            BlockPool(count, index, kept)
+            for count, index, kept in zip(
+                num_blocks, self._indexes, num_kept_blocks or num_blocks, strict=True
+            )
         )
         # Blocks that steps under way will fill: hash to tokens, and the hashes of each sequence.
         self._pending: dict[bytes, tuple[int, ...]] = {}
@@ -79,6 +88,14 @@ class KVManager:
     def num_available_blocks(self) -> int:
         """Blocks that every group can still give: free or cached."""
         return min(pool.num_available_blocks for pool in self.pools)
+
+    @property
+    def can_give_back(self) -> bool:
+        """Whether there is more than the first slab, and some of it is in no table."""
+        return any(
+            pool.num_created_blocks > max(pool.num_used_blocks, self._slab_blocks)
+            for pool in self.pools
+        )
 
     def new_tables(self) -> tuple[BlockTable, ...]:
         """Empty tables for a new sequence."""
@@ -302,6 +319,19 @@ class KVManager:
         for table in sequence.block_tables:
             table.release()
         sequence.num_computed_tokens = 0
+
+    def give_back_unused(self) -> tuple[int, ...]:
+        """Forget the last slabs of each pool, as far as they weren't needed since the last call.
+
+        Returns:
+            Blocks that are left, for each group.
+        """
+        kept: list[int] = []
+        for pool in self.pools:
+            num_slabs = max(1, -(-pool.recent_used_blocks // self._slab_blocks))
+            kept.append(pool.give_back(num_slabs * self._slab_blocks))
+            pool.recent_used_blocks = pool.num_used_blocks
+        return tuple(kept)
 
     def reset_cache(self) -> int:
         """Forget all cached blocks; blocks in use stay indexed. Returns how many were dropped."""

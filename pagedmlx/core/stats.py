@@ -40,7 +40,8 @@ class EngineStats:
         mean_fill_while_waiting: Used blocks over all blocks, mean over those steps; None when there
             were none.
         block_bytes: Bytes of one block over all groups and layers.
-        pool_bytes: Bytes of the whole pool.
+        pool_bytes: Bytes that the pool may take.
+        allocated_bytes: Bytes that it takes now; more as its blocks come into use.
         state_bytes: Bytes set aside for recurrent states, beside the pool.
     """
 
@@ -72,6 +73,7 @@ class EngineStats:
     mean_fill_while_waiting: float | None = None
     block_bytes: int = 0
     pool_bytes: int = 0
+    allocated_bytes: int = 0
     state_bytes: int = 0
 
 

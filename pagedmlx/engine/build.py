@@ -89,6 +89,8 @@ def build_engine(
             # A recurrent state is known at one place of a text only, so blocks alone are no help.
             enable_prefix_caching=config.enable_prefix_caching and not plan.state_bytes,
             salts=(loaded.model_id, adapter.layout.dtype),
+            num_kept_blocks=plan.num_kept_blocks,
+            slab_blocks=plan.slab_blocks,
         )
         engine = Engine(
             config,
@@ -175,7 +177,7 @@ def _allocate(
     adapter: ModelAdapter, plan: PoolPlan, config: EngineConfig, writer: PoolWriter
 ) -> KVStore:
     try:
-        return KVStore(adapter.layout, plan.num_blocks, config.pool_fill, writer)
+        return KVStore(adapter.layout, plan.num_blocks, config.pool_fill, writer, plan.slab_blocks)
     except RuntimeError as error:  # MLX's word for memory that the device doesn't give
         raise ModelLoadError(
             f"the pool of {plan.pool_bytes} bytes can't be allocated: {error}",
@@ -185,8 +187,8 @@ def _allocate(
 
 def _pool_notes(plan: PoolPlan, limits: EngineLimits) -> list[str]:
     notes = [
-        f"pool: {plan.num_blocks[0]} blocks of {limits.block_size} tokens, "
-        f"{plan.pool_bytes / 2**20:.0f} MiB"
+        f"pool: up to {plan.num_blocks[0]} blocks of {limits.block_size} tokens, "
+        f"{plan.pool_bytes / 2**20:.0f} MiB; memory is taken as they fill"
     ]
     if limits.max_len < limits.max_model_len:
         notes.append(

@@ -51,6 +51,15 @@ class Runner(Protocol):
         """No sequence is left: forget what was kept for any."""
         ...
 
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of the pool's arrays now."""
+        ...
+
+    def shrink(self, num_blocks: tuple[int, ...]) -> None:
+        """Give back what lies behind so many blocks of each group."""
+        ...
+
     def close(self) -> None:
         """Give back all memory."""
         ...
@@ -69,7 +78,7 @@ class Engine:
         tokenizer: The model's.
         limits: What a request may ask for.
         block_bytes: Bytes of one block, for statistics.
-        pool_bytes: Bytes of the pool, for statistics.
+        pool_bytes: Bytes that the pool may take, for statistics.
         state_bytes: Bytes set aside for recurrent states, for statistics.
         notes: Lines about how the engine was set up, for the user.
         sampling_defaults: Fields of ``SamplingParams`` that the model's maker recommends; front
@@ -114,6 +123,7 @@ class Engine:
             bound_s = config.max_stream_gap_ms / 1000
             self._pacer = Pacer(bound_s, config.block_size, clock)
             scheduler.max_prompt_tokens = config.block_size
+        self._last_release_s = clock()
         self._live: dict[str, LiveRequest] = {}
         self._under_way: deque[Step] = deque()
         self._random = random.Random(config.seed)
@@ -229,12 +239,25 @@ class Engine:
             self.check_integrity()
         return events
 
+    def release_due_in_s(self) -> float | None:
+        """When ``release_unused`` has something to do next, in seconds from now; None is never."""
+        if not self.config.idle_release_s or not self._scheduler.kv.can_give_back:
+            return None
+        return max(0.0, self._last_release_s + self.config.idle_release_s - self._clock())
+
+    def release_unused(self) -> None:
+        """Give back the memory of blocks that nobody has needed for ``idle_release_s``, if due."""
+        if self.release_due_in_s() == 0.0:
+            self._last_release_s = self._clock()
+            self._runner.shrink(self._scheduler.kv.give_back_unused())
+
     def stats(self) -> EngineStats:
         """A snapshot of all counts."""
         return dataclasses.replace(
             self._scheduler.stats(),
             block_bytes=self._block_bytes,
             pool_bytes=self._pool_bytes,
+            allocated_bytes=self._runner.pool_bytes,
             state_bytes=self._state_bytes,
         )
 

@@ -14,8 +14,15 @@ from pagedmlx.kv.writer import PoolWriter
 from pagedmlx.models.adapter import ModelAdapter
 from pagedmlx.models.probe import run_dummy_chunk
 
-MAX_DEFAULT_POOL_BYTES = {"cpu": 1 << 30, "gpu": 4 << 30}
-"""Largest pool that is taken unasked: all of it is allocated at the start."""
+KEPT_BYTES = 4 << 30
+"""Unless the pool's size is given, it grows no further than this for cached blocks alone."""
+
+MAX_CPU_POOL_BYTES = 1 << 30
+"""Largest pool on the CPU unless its size is given."""
+
+MIN_SLAB_BYTES = 16 << 20
+NUM_SLABS = 16
+"""Slabs of a large pool: growing copies it, so fewer cost less time, more less memory."""
 
 CPU_HEADROOM_BYTES = 1 << 30
 
@@ -25,10 +32,12 @@ STATE_ONLY_TOKENS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class PoolPlan:
-    """The pool's size.
+    """How large the pool may become, and how it grows.
 
     Attributes:
-        num_blocks: Blocks for each KV group.
+        num_blocks: Most blocks for each KV group.
+        num_kept_blocks: From so many on, cached blocks are evicted before the pool grows.
+        slab_blocks: Blocks by which it grows.
         block_bytes: Bytes of one block over all groups.
         pool_bytes: Bytes of all blocks.
         capacity_tokens: Longest sequence that fits when it has the pool to itself.
@@ -37,6 +46,8 @@ class PoolPlan:
     """
 
     num_blocks: tuple[int, ...]
+    num_kept_blocks: tuple[int, ...]
+    slab_blocks: int
     block_bytes: int
     pool_bytes: int
     capacity_tokens: int
@@ -104,6 +115,7 @@ def plan_pool(
         InvalidRequestError: Not even one block fits; names the setting and the numbers.
     """
     block_bytes = sum(layout.block_bytes(group) for group in range(len(layout.groups)))
+    kept_bytes = None
     if config.num_blocks is not None:
         available = config.num_blocks * block_bytes
         field = "num_blocks"
@@ -112,8 +124,10 @@ def plan_pool(
         field = "kv_cache_memory"
     else:
         share = int(device_bytes * config.gpu_memory_utilization)
-        left = share - parameter_bytes - headroom_bytes
-        available = min(left, MAX_DEFAULT_POOL_BYTES["gpu" if on_gpu else "cpu"])
+        available = share - parameter_bytes - headroom_bytes
+        if not on_gpu:
+            available = min(available, MAX_CPU_POOL_BYTES)
+        kept_bytes = KEPT_BYTES
         field = "gpu_memory_utilization"
     max_num_seqs = config.max_num_seqs
     if layout.state_bytes and config.num_blocks is None:
@@ -140,8 +154,17 @@ def plan_pool(
             f"{parameter_bytes} of weights, but the device has {device_bytes}",
             hint="ask for fewer blocks, fewer sequences or less memory",
         )
+    num_kept = num_blocks
+    slab_blocks = num_blocks
+    if block_bytes:
+        slab_bytes = max(pool_bytes // NUM_SLABS, MIN_SLAB_BYTES)
+        slab_blocks = min(num_blocks, -(-slab_bytes // block_bytes))
+        if kept_bytes is not None:
+            num_kept = min(num_blocks, kept_bytes // block_bytes)
     return PoolPlan(
         num_blocks=(num_blocks,) * len(layout.groups),
+        num_kept_blocks=(num_kept,) * len(layout.groups),
+        slab_blocks=slab_blocks,
         block_bytes=block_bytes,
         pool_bytes=pool_bytes,
         capacity_tokens=num_blocks * layout.block_size,

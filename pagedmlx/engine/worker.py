@@ -221,9 +221,13 @@ class EngineWorker:
 
     def _loop(self, engine: Engine) -> None:
         while not self._closing:
-            self._obey(wait=not engine.has_unfinished)
+            if engine.has_unfinished:
+                self._obey(wait=False)
+            else:
+                self._obey(wait=True, timeout_s=engine.release_due_in_s())
             if not self._closing and engine.has_unfinished:
                 self._dispatch(engine.step())
+            engine.release_unused()
 
     def _die(self, error: BaseException) -> None:
         """Tell every open request that the loop has failed."""
@@ -243,10 +247,10 @@ class EngineWorker:
             self._closing = True
         self._obey(wait=False)
 
-    def _obey(self, *, wait: bool) -> None:
+    def _obey(self, *, wait: bool, timeout_s: float | None = None) -> None:
         """Carry out the commands that are there; ``wait`` for one if there are none."""
         with contextlib.suppress(Empty):
-            self._commands.get(block=wait)()
+            self._commands.get(block=wait, timeout=timeout_s)()
             while True:
                 self._commands.get_nowait()()
 

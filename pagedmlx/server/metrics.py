@@ -28,7 +28,8 @@ _GAUGES = (
     ("pagedmlx:blocks_cached", "Blocks that are kept for their content.", "num_cached_blocks"),
     ("pagedmlx:blocks_free", "Blocks that hold nothing of use.", "num_free_blocks"),
     ("pagedmlx:blocks_shared", "Blocks that several sequences hold.", "num_shared_blocks"),
-    ("pagedmlx:pool_bytes", "Bytes of the pool.", "pool_bytes"),
+    ("pagedmlx:pool_bytes", "Bytes that the pool may take.", "pool_bytes"),
+    ("pagedmlx:allocated_bytes", "Bytes that it takes now.", "allocated_bytes"),
 )
 _COUNTERS = (
     ("vllm:prompt_tokens", "Tokens of prompts.", "num_prompt_tokens"),

@@ -64,10 +64,12 @@ class RealSystem(Protocol):
     """Something that runs a model.
 
     Attributes:
-        pool_bytes: Set aside at the start for K and V.
+        pool_bytes: May be taken for K and V; 0 where there is no limit.
+        start_bytes: Those of them that are taken at the start.
     """
 
     pool_bytes: int
+    start_bytes: int
 
     def add(self, job_id: int, job: Job) -> None:
         """A request arrives."""
@@ -98,6 +100,7 @@ class Ours:
         self.engine = load_engine(EngineConfig(model=model, **settings))
         stats = self.engine.stats()
         self.pool_bytes = stats.pool_bytes
+        self.start_bytes = stats.allocated_bytes
         self.depth: int = self.engine._runner.depth
         self._block_bytes = stats.block_bytes
         self._token_bytes = stats.block_bytes // stats.block_size
@@ -151,7 +154,7 @@ class Theirs:
         max_num_seqs: Sequences that decode at once at most.
     """
 
-    pool_bytes = 0
+    pool_bytes = start_bytes = 0
 
     def __init__(self, model: str, max_num_seqs: int) -> None:
         from mlx_lm.generate import BatchGenerator
@@ -280,7 +283,7 @@ def measure(system: RealSystem, jobs: list[Job], tell: Callable[[dict[str, Any]]
     needed = float(np.dot(in_time, [each["needed"] for each in moments]))
     stride = -(-len(moments) // SERIES_POINTS)
     return {
-        "weights_bytes": base - system.pool_bytes,
+        "weights_bytes": base - system.start_bytes,
         "pool_bytes": system.pool_bytes,
         "kv_held_peak_bytes": max(each["held"] for each in moments),
         "kv_held_mean_bytes": held / wall,
@@ -289,7 +292,7 @@ def measure(system: RealSystem, jobs: list[Job], tell: Callable[[dict[str, Any]]
         "active_peak_bytes": max(each["active"] for each in moments),
         "cached_peak_bytes": max(each["cached"] for each in moments),
         "peak_bytes": mx.get_peak_memory(),
-        "peak_above_weights_bytes": mx.get_peak_memory() - base + system.pool_bytes,
+        "peak_above_weights_bytes": mx.get_peak_memory() - base + system.start_bytes,
         "resident_at_start_bytes": resident,
         "resident_peak_bytes": peak_resident_bytes(),
         "wall_s": wall,

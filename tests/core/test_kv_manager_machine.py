@@ -151,6 +151,13 @@ class KVManagerMachine(RuleBasedStateMachine):
         assert self.kv.reset_cache() == num_cached
         assert not any(pool.num_cached_blocks for pool in self.kv.pools)
 
+    @rule()
+    def give_back_unused(self) -> None:
+        before = [pool.num_created_blocks for pool in self.kv.pools]
+        kept = self.kv.give_back_unused()
+        for pool, created, count in zip(self.kv.pools, before, kept, strict=True):
+            assert pool.num_used_blocks <= count == pool.num_created_blocks <= created
+
     @invariant()
     def everything_agrees(self) -> None:
         if hasattr(self, "kv"):

@@ -8,7 +8,9 @@ import pytest
 from pagedmlx.config import EngineConfig
 from pagedmlx.core.groups import KVGroup, KVGroupKind
 from pagedmlx.engine.memory import (
-    MAX_DEFAULT_POOL_BYTES,
+    KEPT_BYTES,
+    MAX_CPU_POOL_BYTES,
+    MIN_SLAB_BYTES,
     STATE_ONLY_TOKENS,
     PoolPlan,
     device_memory_bytes,
@@ -42,7 +44,7 @@ def plan(weights: int = GIB, device: int = 8 * GIB, **settings: Any) -> PoolPlan
 
 def test_the_number_of_blocks_goes_before_everything_else():
     pool = plan(num_blocks=10, kv_cache_memory=GIB)
-    assert pool == PoolPlan((10, 10), BLOCK_BYTES, 10 * BLOCK_BYTES, 160, 64)
+    assert pool == PoolPlan((10, 10), (10, 10), 10, BLOCK_BYTES, 10 * BLOCK_BYTES, 160, 64)
 
 
 def test_a_number_of_bytes_is_never_exceeded():
@@ -50,13 +52,30 @@ def test_a_number_of_bytes_is_never_exceeded():
     assert pool.num_blocks == (10, 10)
 
 
-def test_unasked_the_pool_takes_what_is_left_up_to_a_limit():
+def test_unasked_the_pool_may_take_what_is_left():
     left = int(4 * GIB * 0.85) - GIB - GIB // 2
     assert plan(device=4 * GIB).num_blocks[0] == left // BLOCK_BYTES
-    assert plan(device=64 * GIB).pool_bytes == MAX_DEFAULT_POOL_BYTES["gpu"]
-    assert plan(device=64 * GIB, on_gpu=False).pool_bytes == MAX_DEFAULT_POOL_BYTES["cpu"]
+    assert plan(device=64 * GIB).pool_bytes > 50 * GIB
+    assert plan(device=64 * GIB, on_gpu=False).pool_bytes == MAX_CPU_POOL_BYTES
     smaller = plan(device=4 * GIB, gpu_memory_utilization=0.6)
     assert smaller.pool_bytes < plan(device=4 * GIB).pool_bytes
+
+
+def test_cached_blocks_alone_take_no_more_than_a_limit_unless_the_size_is_given():
+    kept = plan(device=64 * GIB).num_kept_blocks
+    assert kept == (KEPT_BYTES // BLOCK_BYTES,) * 2
+    small = plan(device=4 * GIB)
+    assert small.num_kept_blocks == small.num_blocks
+    given = plan(device=64 * GIB, kv_cache_memory=20 * GIB)
+    assert given.num_kept_blocks == given.num_blocks
+
+
+def test_a_pool_grows_by_a_sixteenth_or_by_little():
+    large = plan(kv_cache_memory=2 * GIB)
+    assert abs(large.slab_blocks * 16 - large.num_blocks[0]) <= 16
+    small = plan(kv_cache_memory=40 << 20)
+    assert small.slab_blocks * BLOCK_BYTES - MIN_SLAB_BYTES in range(BLOCK_BYTES)
+    assert plan(num_blocks=10).slab_blocks == 10
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from mlx_lm.models import base, llama
 
 from pagedmlx import LLM, SamplingParams
 from pagedmlx.core.step import Step
+from pagedmlx.engine import memory
 from pagedmlx.engine.runner import ModelRunner
 from pagedmlx.errors import EngineDeadError, InvalidRequestError, UnsupportedModelError
 from pagedmlx.models import probe
@@ -137,7 +138,10 @@ def active_before() -> Iterator[int]:
     assert mx.get_active_memory() - before < MIB
 
 
-def test_decoding_with_copies_on_write_never_copies_the_pool(folder: Path, active_before: int):
+def test_decoding_with_copies_on_write_never_copies_the_pool(
+    folder: Path, active_before: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(memory, "NUM_SLABS", 1)
     with LLM(str(folder), num_blocks=16384, block_size=16) as llm:
         pool_array_bytes = llm.stats().pool_bytes // 8  # K and V of four layers
         assert pool_array_bytes == 16 * MIB
@@ -175,7 +179,7 @@ def test_a_long_prompt_never_builds_logits_for_all_positions(
 def test_closing_gives_the_memory_back(folder: Path, active_before: int):
     llm = LLM(str(folder), num_blocks=4096)
     llm.generate(PROMPTS, GREEDY)
-    assert mx.get_active_memory() - active_before > 32 * MIB
+    assert mx.get_active_memory() - active_before > 15 * MIB
     llm.close()
     assert mx.get_active_memory() - active_before < MIB
 

@@ -60,6 +60,7 @@ class FakeRunner:
         self.choose = choose
         self.before_step = before_step
         self.num_closes = 0
+        self.shrunk: list[tuple[int, ...]] = []
         self.scheduled: set[str] = set()
         self.under_way: list[Step] = []
 
@@ -95,6 +96,13 @@ class FakeRunner:
 
     def rest(self) -> None:
         assert not self.under_way
+
+    @property
+    def pool_bytes(self) -> int:
+        return self.shrunk[-1][0] if self.shrunk else 0
+
+    def shrink(self, num_blocks: tuple[int, ...]) -> None:
+        self.shrunk.append(num_blocks)
 
     def close(self) -> None:
         self.num_closes += 1

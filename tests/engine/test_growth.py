@@ -1,0 +1,145 @@
+"""The pool takes memory as its blocks come into use, and gives back what nobody has used lately."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from pagedmlx import LLM, SamplingParams
+from pagedmlx.core.kv_manager import KVManager
+from pagedmlx.engine import memory
+from pagedmlx.engine.engine import Engine
+from pagedmlx.engine.outputs import Job
+from pagedmlx.engine.worker import EngineWorker
+from tests.support.engines import FakeRunner, make_engine, run_jobs
+from tests.support.tiny_models import save_tiny_folder
+
+IDLE_S = 60.0
+SLAB = 8
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make(clock: Clock, runner: FakeRunner, **settings: object) -> Engine:
+    engine = make_engine(runner, clock=clock, **{"idle_release_s": IDLE_S, **settings})
+    kv: KVManager = engine._scheduler.kv
+    kv._slab_blocks = SLAB
+    return engine
+
+
+def use(engine: Engine, num_jobs: int) -> None:
+    """Jobs that hold seven blocks of four tokens each, all at once."""
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    run_jobs(engine, [Job(prompt=f"{n:020}", sampling_params=params) for n in range(num_jobs)])
+
+
+def test_what_was_needed_lately_stays_and_the_rest_goes_in_whole_slabs() -> None:
+    clock, runner = Clock(), FakeRunner()
+    engine = make(clock, runner)
+    use(engine, 8)
+    used = engine.stats().peak_used_blocks
+    assert used > 3 * SLAB
+    assert engine.release_due_in_s() == IDLE_S
+    clock.now += IDLE_S - 1
+    engine.release_unused()
+    assert runner.shrunk == []
+    clock.now += 1
+    engine.release_unused()
+    # All of it was in use within that time.
+    assert runner.shrunk.pop() == (engine._scheduler.kv.pools[0].num_created_blocks,)
+    use(engine, 2)
+    clock.now += IDLE_S
+    engine.release_unused()
+    # Those that run reuse what is free or cached, wherever it lies: its end stays with them.
+    (kept,) = runner.shrunk.pop()
+    clock.now += IDLE_S
+    engine.release_unused()
+    assert runner.shrunk.pop() == (SLAB,) <= (kept,)
+    assert engine.release_due_in_s() is None
+    engine.check_integrity()
+    use(engine, 8)
+
+
+def test_blocks_in_use_stay_however_long_they_are_held() -> None:
+    clock, runner = Clock(), FakeRunner()
+    engine = make(clock, runner)
+    engine.add_request(Job(prompt="x" * 200, sampling_params=SamplingParams(max_tokens=50)))
+    for _ in range(40):
+        engine.step()
+        clock.now += IDLE_S
+        engine.release_unused()
+        engine.check_integrity()
+    assert engine.stats().num_used_blocks > 50
+    assert engine.stats().num_preemptions == 0
+
+
+@pytest.mark.parametrize("settings", [{"idle_release_s": 0}, {"num_blocks": SLAB}])
+def test_nothing_is_given_back_where_nothing_can_or_shall_be(settings: dict[str, object]) -> None:
+    clock = Clock()
+    engine = make(clock, FakeRunner(), **settings)
+    use(engine, 1)
+    clock.now += 10 * IDLE_S
+    assert engine.release_due_in_s() is None
+
+
+def test_an_idle_engine_gives_back_by_itself() -> None:
+    runner = FakeRunner()
+    clock = time.monotonic
+
+    def build(_: object) -> Engine:
+        engine = make_engine(runner, clock=clock, idle_release_s=0.05)
+        engine._scheduler.kv._slab_blocks = SLAB
+        use(engine, 8)
+        return engine
+
+    worker = EngineWorker(build)
+    worker.start().result(60)
+    try:
+        deadline = time.monotonic() + 60
+        while (SLAB,) not in runner.shrunk and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert runner.shrunk[-1] == (SLAB,)
+    finally:
+        worker.close()
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama_window"])
+def test_a_model_answers_the_same_while_its_pool_grows_and_shrinks(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_tiny_folder(tmp_path, kind)
+    prompts = [[6 + (n * 7 + i) % 200 for i in range(10 + 5 * n)] for n in range(16)]
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    settings = {"num_blocks": 320, "block_size": 8, "pool_fill": float("nan")}
+    with LLM(str(folder), **settings) as llm:
+        expected = [each.outputs[0].token_ids for each in llm.generate(prompts, params)]
+        whole = llm.stats().allocated_bytes
+        assert whole == llm.stats().pool_bytes
+    monkeypatch.setattr(memory, "MIN_SLAB_BYTES", 0)
+    with LLM(str(folder), **settings, idle_release_s=1000.0) as llm:
+        sizes = [llm.stats().allocated_bytes]
+        for _ in range(2):
+            outputs = llm.generate(prompts, params)
+            assert [each.outputs[0].token_ids for each in outputs] == expected
+            sizes.append(llm.stats().allocated_bytes)
+            for _ in range(2):
+                release_now(llm)
+            sizes.append(llm.stats().allocated_bytes)
+        assert sizes[0] == sizes[2] == sizes[4] == whole // 16
+        assert sizes[0] < sizes[1] == sizes[3] < whole
+
+
+def release_now(llm: LLM) -> None:
+    def release() -> None:
+        engine = llm._worker.engine
+        engine._last_release_s = -1e9
+        engine.release_unused()
+
+    llm._worker.call(release).result(60)
