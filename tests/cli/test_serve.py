@@ -135,16 +135,16 @@ def test_a_model_that_is_not_there_is_one_line(serve: Serve, tmp_path: Path):
     assert "Traceback" not in process.stderr
 
 
-@pytest.mark.parametrize(("host", "warns"), [("127.0.0.1", False), ("0.0.0.0", True)])
-def test_an_open_server_without_a_key_warns(serve: Serve, host: str, warns: bool):
+@pytest.mark.parametrize(
+    ("host", "warns", "number", "code"),
+    [("127.0.0.1", False, signal.SIGINT, 130), ("0.0.0.0", True, signal.SIGTERM, 143)],
+)
+def test_an_open_server_without_a_key_warns_and_a_signal_ends_it(
+    serve: Serve, host: str, warns: bool, number: int, code: int
+):
     process = serve("m", "--port", "0", "--host", host)
     first = wait_for(process, "WARNING" if warns else "loading")
     assert ("no API key" in first) is warns
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_an_idle_server(serve: Serve, number: int, code: int):
-    process = serve("m", "--port", "0")
     port = port_of(process)
     process.send_signal(number)
     process.communicate(timeout=WAIT_S)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 import mlx.core as mx
@@ -16,7 +16,7 @@ from pagedmlx.ops.in_place import InPlaceWriter
 from pagedmlx.ops.kernels import KernelBackend, unsupported
 from pagedmlx.ops.variants import PoolShape
 from tests.metal.cases import FIRST, Variant, covering_variants, every_variant
-from tests.metal.check import check
+from tests.metal.check import Report, check
 from tests.metal.cuda_map import with_cuda_map
 from tests.metal.launcher import FiberLauncher, RecordingLauncher
 from tests.metal.source import parse
@@ -37,12 +37,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_every_variant_passes_the_strict_check(head_dims, count: Counter[str]):
     recorder = RecordingLauncher()
     variants = [variant for variant in every_variant() if variant.head_dims == head_dims]
-    for variant in variants:
-        case = variant.make_case(recorder)
-        case.attend(variant.backend(recorder), variant.params())
+    checks: dict[str, Future[Report]] = {}
     with ThreadPoolExecutor(2) as pool:
-        reports = list(pool.map(check, recorder.sources))
-    for report, kernel in zip(reports, recorder.sources.values(), strict=True):
+        for variant in variants:
+            case = variant.make_case(recorder)
+            case.attend(variant.backend(recorder), variant.params())
+            # clang works while the next ones are generated.
+            for source in recorder.sources.keys() - checks.keys():
+                checks[source] = pool.submit(check, source)
+    reports = {source: each.result() for source, each in checks.items()}
+    for source, kernel in recorder.sources.items():
+        report = reports[source]
         assert not report.diagnostics, kernel.name
         assert report.threadgroup_bytes == kernel.threadgroup_bytes, kernel.name
     count["variants of attention checked"] += len(variants)
