@@ -27,7 +27,7 @@ _TOKENS = {
 }
 """Marks within calls that may be special tokens."""
 
-_ACCEPTS_ANYTHING = ("glm47", "laguna")
+_ACCEPTS_ANYTHING = ("glm47", "laguna", "minicpm5")
 
 
 def find_tool_syntax(template: str, tokenizer: Any) -> ToolSyntax | None:
