@@ -1,58 +1,50 @@
-"""Tools, their choice and output formats as agents' APIs state them, in the chat API's form."""
+"""Tools and their choice as Anthropic's API states them, and the formats of agents' APIs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, cast
 
+from pagedmlx.core.structured import StructuredOutputs
 from pagedmlx.errors import InvalidRequestError
 
 
-def response_tools(value: object) -> list[dict[str, Any]]:
-    """Tools of ``/v1/responses``.
-
-    Raises:
-        InvalidRequestError: One is malformed, or is run by OpenAI's own servers.
-    """
-    tools: list[dict[str, Any]] = []
-    for index, tool in enumerate(_list(value, "tools")):
-        fields = _object(tool, f"tools[{index}]")
-        _check_kind(fields, f"tools[{index}]", ("function",))
-        given = {name: fields[name] for name in _FUNCTION_FIELDS if fields.get(name) is not None}
-        tools.append({"type": "function", "function": given})
-    return tools
-
-
-def response_tool_choice(value: object) -> object:
-    """Which tool ``/v1/responses`` is asked to call.
-
-    Raises:
-        InvalidRequestError: It is malformed or not supported.
-    """
-    if not isinstance(value, Mapping):
-        return value
-    fields = cast("Mapping[str, Any]", value)
-    _check_kind(fields, "tool_choice", ("function",))
-    return {"type": "function", "function": {"name": fields.get("name")}}
-
-
-def message_tools(value: object) -> list[dict[str, Any]]:
+def message_tools(value: object, *, strict: bool) -> tuple[list[dict[str, Any]], list[str]]:
     """Tools of Anthropic's API.
 
+    Those that Anthropic's own servers run are left out, as long as others remain.
+
+    Args:
+        value: As the request has them.
+        strict: Refuse what would be left out.
+
+    Returns:
+        The tools, and the types of the ones that are left out.
+
     Raises:
-        InvalidRequestError: One is malformed, or is one of Anthropic's own.
+        InvalidRequestError: One is malformed, or none remains.
     """
     tools: list[dict[str, Any]] = []
+    left_out: list[str] = []
     for index, tool in enumerate(_list(value, "tools")):
         where = f"tools[{index}]"
         fields = _object(tool, where)
-        _check_kind(fields, where, (None, "custom"))
+        kind = fields.get("type")
+        if kind not in (None, "custom"):
+            if not isinstance(kind, str):
+                raise InvalidRequestError(f"{where}.type", f"{_shown(kind)} is not a string")
+            left_out.append(kind)
+            continue
         if fields.get("input_schema") is None:
             raise InvalidRequestError(f"{where}.input_schema", "is missing")
-        given = {name: fields[name] for name in _FUNCTION_FIELDS if fields.get(name) is not None}
+        given = {name: fields[name] for name in ("name", "description") if name in fields}
         given["parameters"] = fields["input_schema"]
         tools.append({"type": "function", "function": given})
-    return tools
+    if left_out and (strict or not tools):
+        raise InvalidRequestError(
+            "tools", f"{left_out[0][:80]!r} is not supported", hint="what is: custom"
+        )
+    return tools, left_out
 
 
 def message_tool_choice(value: object) -> tuple[object, bool]:
@@ -76,8 +68,8 @@ def message_tool_choice(value: object) -> tuple[object, bool]:
     return ("required" if kind == "any" else kind), not alone
 
 
-def response_format(value: object, where: str) -> dict[str, Any] | None:
-    """What an answer must look like, as ``response_format`` of the chat API; None is plain text.
+def structured_outputs(value: object, where: str) -> StructuredOutputs | None:
+    """What an answer must look like; None is plain text.
 
     Args:
         value: A format of ``/v1/responses`` or of Anthropic's API.
@@ -94,14 +86,10 @@ def response_format(value: object, where: str) -> dict[str, Any] | None:
     if kind == "text":
         return None
     if kind == "json_object":
-        return {"type": "json_object"}
+        return StructuredOutputs(json_object=True)
     if not isinstance(fields.get("schema"), Mapping):
         raise InvalidRequestError(f"{where}.schema", "is missing or not an object")
-    schema = {"name": fields.get("name") or "answer", "schema": fields["schema"]}
-    return {"type": "json_schema", "json_schema": schema}
-
-
-_FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
+    return StructuredOutputs(json_schema=fields["schema"])
 
 
 def _check_kind(fields: Mapping[str, Any], where: str, kinds: tuple[str | None, ...]) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from pagedmlx.errors import InvalidRequestError
 
-_BILLING = "x-anthropic-billing-header:"
+_BILLING = re.compile(r"^x-anthropic-billing-header:[^\n]*\n?", re.MULTILINE)
 _BETWEEN = "\n\n"
 
 
@@ -38,7 +39,7 @@ def _system(system: object) -> Iterator[dict[str, Any]]:
     texts = [system] if isinstance(system, str) else _texts(system, "system")
     # Claude Code's note to Anthropic's accounting differs each time: no text for a model, and
     # the end of every shared prefix.
-    text = _BETWEEN.join(each for each in texts if each and not each.startswith(_BILLING))
+    text = _BETWEEN.join(filter(None, (_BILLING.sub("", each) for each in texts)))
     if text:
         yield {"role": "system", "content": text}
 

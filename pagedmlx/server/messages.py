@@ -12,8 +12,11 @@ from starlette.responses import Response
 
 from pagedmlx.engine.inputs import PreparedJob
 from pagedmlx.engine.outputs import Job
+from pagedmlx.engine.turn import Turn
 from pagedmlx.errors import InvalidRequestError
 from pagedmlx.server.agent_fields import MESSAGE_FIELDS
+from pagedmlx.server.agent_tools import message_tool_choice, message_tools, structured_outputs
+from pagedmlx.server.agent_turn import read_turn
 from pagedmlx.server.answer import Ask, answer
 from pagedmlx.server.anthropic_format import MessageFormat
 from pagedmlx.server.anthropic_input import to_messages
@@ -22,8 +25,14 @@ from pagedmlx.server.errors import JsonResponse
 from pagedmlx.server.fields import sampling_params, sort_fields, typed
 from pagedmlx.server.format import Head
 from pagedmlx.server.service import Service
+from pagedmlx.text.answer_style import AnswerStyle
 
-_RENAMED = {"prompt": "messages", "stop": "stop_sequences"}
+_RENAMED = {
+    "prompt": "messages",
+    "stop": "stop_sequences",
+    "reasoning_effort": "output_config.effort",
+    "structured": "output_config.format",
+}
 
 
 async def create_message(request: Request) -> Response:
@@ -38,7 +47,7 @@ async def count_tokens(request: Request) -> Response:
     body = await read_json(request, service.settings)
     values, _ = sort_fields(body, MESSAGE_FIELDS, strict=service.settings.strict)
     service.check_model(typed(values, "model", str, None))
-    job = _job(values, service)
+    _, job, _ = await asyncio.to_thread(_turn, values, service)
     encode = partial(engine.tokenizer.apply_chat_template, job.messages, **job.chat_template_kwargs)
     return JsonResponse({"input_tokens": len(await asyncio.to_thread(encode))})
 
@@ -48,7 +57,7 @@ def _read(body: dict[str, Any], service: Service) -> Ask:
     model = service.check_model(typed(values, "model", str, None))
     if "max_tokens" not in values:
         raise InvalidRequestError("max_tokens", "is missing")
-    job = _job(values, service)
+    turn, job, left_out = _turn(values, service)
 
     def format(head: Head, _prepared: Sequence[PreparedJob]) -> MessageFormat:
         return MessageFormat(head, job.sampling_params.stop)
@@ -59,19 +68,57 @@ def _read(body: dict[str, Any], service: Service) -> Ask:
         model=model,
         format=format,
         stream=typed(values, "stream", bool, False),
-        unknown=unknown,
+        unknown=(*unknown, *(f"tools.{kind}" for kind in left_out)),
         renamed=_RENAMED,
+        parser=partial(turn.parser, service.require_engine()),
     )
 
 
-def _job(values: Mapping[str, Any], service: Service) -> Job:
+def _turn(values: Mapping[str, Any], service: Service) -> tuple[Turn, Job, list[str]]:
+    """The turn, its job, and types of tools that the model doesn't get."""
+    engine = service.require_engine()
+    wanted: dict[str, Any] = typed(values, "output_config", dict, {})
+    format, where = wanted.get("format"), "output_config.format"
+    if format is None:
+        format, where = values.get("output_format"), "output_format"
     params = sampling_params(
-        values, MESSAGE_FIELDS, service.require_engine().sampling_defaults, _RENAMED
+        values,
+        MESSAGE_FIELDS,
+        engine.sampling_defaults,
+        _RENAMED,
+        structured=structured_outputs(format, where),
     )
-    return Job(
-        messages=to_messages(values.get("system"), values.get("messages")),
-        sampling_params=params,
-        priority=typed(values, "priority", int, 0),
-        cache_salt=typed(values, "cache_salt", str, ""),
-        chat_template_kwargs=typed(values, "chat_template_kwargs", dict, {}),
+    tools, left_out = message_tools(values.get("tools"), strict=service.settings.strict)
+    choice, several = message_tool_choice(values.get("tool_choice"))
+    turn, job = read_turn(
+        values,
+        engine,
+        to_messages(values.get("system"), values.get("messages")),
+        params,
+        _RENAMED,
+        tools=tools,
+        tool_choice=choice,
+        parallel_tool_calls=several,
+        reasoning_effort=_effort(values.get("thinking"), wanted.get("effort"), engine.answer_style),
     )
+    return turn, job, left_out
+
+
+def _effort(thinking: object, effort: object, style: AnswerStyle) -> object:
+    """The reasoning effort that comes nearest to what is asked for.
+
+    Models that always reason do so too where thinking is disabled: agents disable it for small
+    tasks without knowing the model.
+    """
+    kind = None
+    if thinking is not None:
+        kind = thinking.get("type") if isinstance(thinking, Mapping) else None
+        if kind not in ("enabled", "adaptive", "disabled"):
+            raise InvalidRequestError(
+                "thinking", f"{repr(thinking)[:80]} is not a mode", hint="enabled or disabled"
+            )
+    if kind == "disabled":
+        return "none" if style.switches & {"enable_thinking", "thinking"} else None
+    if kind is not None:
+        return effort or "medium"
+    return effort if "reasoning_effort" in style.switches else None

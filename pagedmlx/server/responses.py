@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from pagedmlx.engine.inputs import PreparedJob
-from pagedmlx.engine.outputs import Job
 from pagedmlx.errors import InvalidRequestError
 from pagedmlx.server.agent_fields import RESPONSE_FIELDS
+from pagedmlx.server.agent_tools import structured_outputs
+from pagedmlx.server.agent_turn import read_turn
 from pagedmlx.server.answer import Ask, answer
 from pagedmlx.server.errors import JsonResponse
 from pagedmlx.server.fields import sampling_params, sort_fields, typed
@@ -20,6 +21,7 @@ from pagedmlx.server.format import Head
 from pagedmlx.server.responses_format import ResponseFormat
 from pagedmlx.server.responses_input import read_items, to_messages
 from pagedmlx.server.responses_store import StoredResponse
+from pagedmlx.server.responses_tools import read_tool_choice, read_tools
 from pagedmlx.server.service import Service
 
 _SEALED = "reasoning.encrypted_content"
@@ -31,7 +33,13 @@ _OF_HOSTED_TOOLS = (
     "computer_call_output.output.image_url",
     "code_interpreter_call.outputs",
 )
-_RENAMED = {"prompt": "input", "messages": "input", "max_tokens": "max_output_tokens"}
+_RENAMED = {
+    "prompt": "input",
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+    "structured": "text.format",
+}
 
 
 async def create_response(request: Request) -> Response:
@@ -110,19 +118,27 @@ def _read(body: dict[str, Any], service: Service, *, owner: str) -> Ask:
         previous = service.responses.get(owner, previous_id, "previous_response_id")
         history = previous.conversation
     instructions = typed(values, "instructions", str, None)
-    messages = to_messages(instructions, history, items)
+    tools = read_tools(values.get("tools"), strict=service.settings.strict)
+    engine = service.require_engine()
     params = sampling_params(
         values,
         RESPONSE_FIELDS,
-        {"max_tokens": None, **service.require_engine().sampling_defaults},
+        {"max_tokens": None, **engine.sampling_defaults},
         _RENAMED,
+        structured=structured_outputs(_text(values).get("format"), "text.format"),
     )
-    job = Job(
-        messages=messages,
-        sampling_params=params,
-        priority=typed(values, "priority", int, 0),
-        cache_salt=typed(values, "cache_salt", str, ""),
-        chat_template_kwargs=typed(values, "chat_template_kwargs", dict, {}),
+    effort, summary = _reasoning(values)
+    several = typed(values, "parallel_tool_calls", bool, True)
+    turn, job = read_turn(
+        values,
+        engine,
+        to_messages(instructions, history, items),
+        params,
+        _RENAMED,
+        tools=tools.functions,
+        tool_choice=read_tool_choice(values.get("tool_choice")),
+        parallel_tool_calls=several,
+        reasoning_effort=effort,
     )
     stores = typed(values, "store", bool, True)
     seals = _includes_sealed(values)
@@ -131,13 +147,13 @@ def _read(body: dict[str, Any], service: Service, *, owner: str) -> Ask:
         "max_output_tokens": params.max_tokens,
         "max_tool_calls": None,
         "metadata": typed(values, "metadata", dict, {}),
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": several,
         "previous_response_id": previous_id,
-        "reasoning": _reasoning(values),
+        "reasoning": {"effort": effort, "summary": summary},
         "service_tier": "default",
         "store": stores,
         "temperature": params.temperature,
-        "text": {"format": {"type": "text"}, **_text(values)},
+        "text": {"format": {"type": "text"}} | _text(values),
         "tool_choice": values.get("tool_choice", "auto"),
         "tools": values.get("tools", []),
         "top_logprobs": 0,
@@ -151,7 +167,7 @@ def _read(body: dict[str, Any], service: Service, *, owner: str) -> Ask:
             service.responses.add(owner, StoredResponse(response, history, items))
 
     def format(head: Head, _prepared: Sequence[PreparedJob]) -> ResponseFormat:
-        return ResponseFormat(head, echo, keep, seals_reasoning=seals)
+        return ResponseFormat(head, echo, keep, tools, seals_reasoning=seals)
 
     return Ask(
         id_prefix="resp_",
@@ -159,8 +175,9 @@ def _read(body: dict[str, Any], service: Service, *, owner: str) -> Ask:
         model=model,
         format=format,
         stream=typed(values, "stream", bool, False),
-        unknown=unknown,
+        unknown=(*unknown, *(f"tools.{kind}" for kind in tools.left_out)),
         renamed=_RENAMED,
+        parser=partial(turn.parser, engine),
     )
 
 
@@ -174,10 +191,10 @@ def _includes_sealed(values: Mapping[str, Any]) -> bool:
     return _SEALED in names
 
 
-def _reasoning(values: Mapping[str, Any]) -> dict[str, Any]:
+def _reasoning(values: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """The effort, and the kind of summary that is asked for; the reasoning itself will come."""
     given: dict[str, Any] = typed(values, "reasoning", dict, {})
-    effort = typed(given, "effort", str, None)
-    return {"effort": effort, "summary": None}
+    return typed(given, "effort", str, None), typed(given, "summary", str, None)
 
 
 def _text(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -186,5 +203,4 @@ def _text(values: Mapping[str, Any]) -> dict[str, Any]:
         raise InvalidRequestError(
             "text.verbosity", "is not supported", hint="say it in the instructions"
         )
-    format = text.get("format")
-    return {} if format is None else {"format": cast("dict[str, Any]", format)}
+    return text

@@ -11,10 +11,16 @@ from pagedmlx.errors import PagedMLXError
 from pagedmlx.server.errors import error_body
 from pagedmlx.server.format import COMMENT, Head, event
 from pagedmlx.server.responses_input import seal
-from pagedmlx.server.sections import Change, Closed, Grown, Kind, Opened, Section, Sections
+from pagedmlx.server.responses_tools import ResponseTools
+from pagedmlx.server.sections import Change, Grown, Kind, Opened, Section, Sections
 from pagedmlx.server.writer import Piece
 
 _PREFIXES = {Kind.REASONING: "rs", Kind.TEXT: "msg", Kind.CALL: "fc"}
+_STEMS = {
+    Kind.REASONING: "reasoning_text",
+    Kind.TEXT: "output_text",
+    Kind.CALL: "function_call_arguments",
+}
 _CUT = "length"
 
 
@@ -25,6 +31,7 @@ class ResponseFormat:
         head: Of the answer.
         echo: What the response repeats of the request.
         keep: Gets the finished response.
+        tools: Of the request.
         seals_reasoning: Whether reasoning comes in ``encrypted_content`` too.
     """
 
@@ -33,12 +40,14 @@ class ResponseFormat:
         head: Head,
         echo: Mapping[str, Any],
         keep: Callable[[dict[str, Any]], None],
+        tools: ResponseTools,
         *,
         seals_reasoning: bool,
     ) -> None:
         self._head = head
         self._echo = echo
         self._keep = keep
+        self._tools = tools
         self._seals_reasoning = seals_reasoning
         self._sections = Sections()
         self._ids: list[str] = []
@@ -112,35 +121,66 @@ class ResponseFormat:
     def _change(self, change: Change) -> bytes:
         section = change.section
         if isinstance(change, Opened):
-            self._ids.append(f"{_PREFIXES[section.kind]}_{uuid.uuid4().hex}")
+            self._ids.append(f"{self._id_prefix(section)}_{uuid.uuid4().hex}")
             return self._opened(section)
         if isinstance(change, Grown):
-            return self._on_item(section, f"{_stem(section)}.delta", **_delta(section, change.text))
-        self._items.append(_item(section, self._ids[section.index]))
-        if section.kind is Kind.REASONING and self._seals_reasoning:
-            self._items[-1]["encrypted_content"] = seal(section.text)
-        return self._closed(change)
+            # Plain text within JSON comes when it is whole.
+            is_held = self._is_custom(section)
+            return b"" if is_held else self._delta(section, change.text)
+        self._items.append(self._item(section))
+        return self._closed(section)
 
     def _opened(self, section: Section) -> bytes:
-        item = {**_item(section, self._ids[section.index]), "status": "in_progress"}
+        item = self._item(section) | {"status": "in_progress"}
         if section.kind is Kind.CALL:
             return self._of_item("response.output_item.added", section, item=item)
         return self._of_item(
             "response.output_item.added", section, item=item | {"content": []}
         ) + self._on_item(section, "response.content_part.added", part=_part(section))
 
-    def _closed(self, change: Closed) -> bytes:
-        section = change.section
-        if section.kind is Kind.CALL:
-            said = {"arguments": section.text, "name": section.name}
-        elif section.kind is Kind.TEXT:
-            said = {"text": section.text, "logprobs": []}
+    def _delta(self, section: Section, text: str) -> bytes:
+        logprobs = {"logprobs": []} if section.kind is Kind.TEXT else {}
+        return self._on_item(section, f"{self._stem(section)}.delta", delta=text, **logprobs)
+
+    def _closed(self, section: Section) -> bytes:
+        item = self._items[-1]
+        data = b""
+        if self._is_custom(section):
+            said: dict[str, Any] = {"input": item["input"]}
+            data = self._delta(section, item["input"])
+        elif section.kind is Kind.CALL:
+            said = {"arguments": section.text, "name": item["name"]}
         else:
             said = {"text": section.text}
-        data = self._on_item(section, f"{_stem(section)}.done", **said)
+            if section.kind is Kind.TEXT:
+                said["logprobs"] = []
+        data += self._on_item(section, f"{self._stem(section)}.done", **said)
         if section.kind is not Kind.CALL:
             data += self._on_item(section, "response.content_part.done", part=_part(section))
-        return data + self._of_item("response.output_item.done", section, item=self._items[-1])
+        return data + self._of_item("response.output_item.done", section, item=item)
+
+    def _item(self, section: Section) -> dict[str, Any]:
+        item: dict[str, Any] = {"id": self._ids[section.index]}
+        if section.kind is Kind.REASONING:
+            item |= {"type": "reasoning", "summary": [], "content": [_part(section)]}
+            if self._seals_reasoning:
+                item["encrypted_content"] = seal(section.text)
+        elif section.kind is Kind.TEXT:
+            item |= {"type": "message", "role": "assistant", "content": [_part(section)]}
+        else:
+            item |= self._tools.item(section.name, section.call_id, section.text)
+        return item | {"status": "completed" if section.is_whole else "incomplete"}
+
+    def _is_custom(self, section: Section) -> bool:
+        return section.kind is Kind.CALL and self._tools.is_custom(section.name)
+
+    def _id_prefix(self, section: Section) -> str:
+        return "ctc" if self._is_custom(section) else _PREFIXES[section.kind]
+
+    def _stem(self, section: Section) -> str:
+        if self._is_custom(section):
+            return "response.custom_tool_call_input"
+        return f"response.{_STEMS[section.kind]}"
 
     def _on_item(self, section: Section, name: str, **fields: Any) -> bytes:
         content = {} if section.kind is Kind.CALL else {"content_index": 0}
@@ -156,39 +196,10 @@ class ResponseFormat:
         return event({"type": name, "sequence_number": number, **fields}, name)
 
 
-def _stem(section: Section) -> str:
-    stems = {
-        Kind.REASONING: "response.reasoning_text",
-        Kind.TEXT: "response.output_text",
-        Kind.CALL: "response.function_call_arguments",
-    }
-    return stems[section.kind]
-
-
-def _delta(section: Section, text: str) -> dict[str, Any]:
-    return {"delta": text, "logprobs": []} if section.kind is Kind.TEXT else {"delta": text}
-
-
 def _part(section: Section) -> dict[str, Any]:
     if section.kind is Kind.REASONING:
         return {"type": "reasoning_text", "text": section.text}
     return {"type": "output_text", "text": section.text, "annotations": [], "logprobs": []}
-
-
-def _item(section: Section, item_id: str) -> dict[str, Any]:
-    item: dict[str, Any] = {"id": item_id}
-    if section.kind is Kind.REASONING:
-        item |= {"type": "reasoning", "summary": [], "content": [_part(section)]}
-    elif section.kind is Kind.TEXT:
-        item |= {"type": "message", "role": "assistant", "content": [_part(section)]}
-    else:
-        item |= {
-            "type": "function_call",
-            "call_id": section.call_id,
-            "name": section.name,
-            "arguments": section.text,
-        }
-    return item | {"status": "completed" if section.is_whole else "incomplete"}
 
 
 def _usage(head: Head) -> dict[str, Any]:

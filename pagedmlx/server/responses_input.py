@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from pagedmlx.errors import InvalidRequestError
+from pagedmlx.server.responses_tools import custom_arguments, model_name
 
 MAX_ITEMS = 10_000
 """Most items of a conversation."""
@@ -81,12 +82,10 @@ def to_messages(
         elif kind == "reasoning":
             conversation.think(_reasoning(item, where))
         elif kind == "function_call":
-            conversation.call(
-                _text(item, "call_id", where),
-                _text(item, "name", where),
-                _text(item, "arguments", where),
-            )
-        elif kind == "function_call_output":
+            conversation.call(item, where, _text(item, "arguments", where))
+        elif kind == "custom_tool_call":
+            conversation.call(item, where, custom_arguments(_text(item, "input", where)))
+        elif kind in ("function_call_output", "custom_tool_call_output"):
             call_id = _text(item, "call_id", where)
             content = _content(item.get("output"), f"{where}.output")
             conversation.add("tool", content, tool_call_id=call_id)
@@ -94,7 +93,7 @@ def to_messages(
             raise InvalidRequestError(
                 f"{where}.type",
                 f"{str(kind)[:80]!r} is not supported",
-                hint="message, reasoning, function_call, function_call_output, item_reference",
+                hint="what is: messages, reasoning, calls of functions and their outputs",
             )
     return conversation.messages
 
@@ -123,10 +122,11 @@ class _Conversation:
         if text:
             last["reasoning_content"] = last.get("reasoning_content", "") + text
 
-    def call(self, call_id: str, name: str, arguments: str) -> None:
+    def call(self, item: Mapping[str, Any], where: str, arguments: str) -> None:
+        name = model_name(_text(item, "name", where), item.get("namespace"))
         function = {"name": name, "arguments": arguments}
-        calls = self._turn().setdefault("tool_calls", [])
-        calls.append({"id": call_id, "type": "function", "function": function})
+        call = {"id": _text(item, "call_id", where), "type": "function", "function": function}
+        self._turn().setdefault("tool_calls", []).append(call)
 
     def _turn(self) -> dict[str, Any]:
         if not self._is_open:
