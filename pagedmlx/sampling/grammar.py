@@ -140,8 +140,11 @@ class LLGuidance:
         field = structured.kind
         if matcher.is_error():
             raise InvalidRequestError(field, _reason(matcher), hint=_hint(matcher))
-        grammar = _Compiled(matcher, _Words(len(vocabulary.tokens)), vocabulary.ends)
-        _probe(grammar, field)
+        try:
+            grammar = _Compiled(matcher, _Words(len(vocabulary.tokens)), vocabulary.ends)
+            _probe(grammar)
+        except NoTokenLeftError as error:
+            raise InvalidRequestError(field, str(error)) from error
         if structured.after:
             return FreeText(structured.after, vocabulary.tokens, vocabulary.ends, grammar)
         return grammar
@@ -250,20 +253,17 @@ class _Matcher:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise NoTokenLeftError(f"the grammar can't go on: {_reason(self._matcher)}")
+            raise NoTokenLeftError(f"{_reason(self._matcher)}")
 
 
-def _probe(grammar: _Compiled, field: str) -> None:
+def _probe(grammar: Grammar) -> None:
     """Go a few tokens into a grammar: some turn out to be too much work only then."""
-    try:
-        matcher = grammar.start()
-        for _ in range(_NUM_PROBES):
-            token = _any_token(matcher.mask())
-            if token is None or matcher.advance(token):
-                return
-        matcher.mask()
-    except NoTokenLeftError as error:
-        raise InvalidRequestError(field, str(error)) from error
+    matcher = grammar.start()
+    for _ in range(_NUM_PROBES):
+        token = _any_token(matcher.mask())
+        if token is None or matcher.advance(token):
+            return
+    matcher.mask()
 
 
 def _any_token(mask: npt.NDArray[np.uint32]) -> int | None:

@@ -40,6 +40,8 @@ def grammar_text(structured: StructuredOutputs) -> str:
     Raises:
         InvalidRequestError: Something in it is known to take too long.
     """
+    from llguidance import LLMatcher
+
     match structured.kind:
         case "json_schema":
             assert structured.json_schema is not None
@@ -56,7 +58,8 @@ def grammar_text(structured: StructuredOutputs) -> str:
             assert structured.grammar is not None
             return _of_lark(_with_one_line_json(structured.grammar))
         case _:
-            return _to_json({"grammars": [{"rx": structured.regex}]})
+            assert structured.regex is not None
+            return LLMatcher.grammar_from_regex(structured.regex)
 
 
 def size_of(structured: StructuredOutputs) -> int:
