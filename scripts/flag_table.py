@@ -32,12 +32,24 @@ def tables() -> str:
     lines += ["| flag of `chat` | what it does | default |", "|---|---|---|"]
     own = [cells for cells in rows["chat"] if cells not in rows["generate"]]
     lines += [f"| {' | '.join(cells)} |" for cells in own]
-    lines += ["", "| command | what it does | flags |", "|---|---|---|"]
-    for name, command in commands.items():
-        flags = "; ".join(f"{flag}: {text}" for flag, text, _ in _flags(command)) or "none"
+    lines += ["", "Those of `bench` that run a model have the engine's flags too.", ""]
+    lines += ["| command | what it does | flags |", "|---|---|---|"]
+    for name, command in _flat(commands):
+        own = [cells for cells in _flags(command) if cells not in rows["generate"]]
+        flags = "; ".join(f"{flag}: {text}" for flag, text, _ in own) or "none"
         usage = " ".join([name, *_arguments(command)])
         lines.append(f"| `{usage}` | {command.help.splitlines()[0]} | {flags} |")
     return "\n".join(lines)
+
+
+def _flat(commands: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Commands, and those of groups by both their names."""
+    for name, command in commands.items():
+        inner = getattr(command, "commands", None)
+        if inner is None:
+            yield name, command
+        else:
+            yield from ((f"{name} {each}", inner[each]) for each in inner)
 
 
 def _arguments(command: Any) -> list[str]:

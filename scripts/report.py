@@ -1,34 +1,17 @@
-"""What every report of a script carries, and how it is saved: machine, versions, JSON."""
+"""How a script saves its report: as JSON with machine and versions."""
 
 from __future__ import annotations
 
 import json
-import os
-import platform
 import sys
 import tempfile
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("pagedmlx", "mlx", "mlx-lm", "numpy", "transformers", "tokenizers")
+# Some scripts import this module by itself.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-
-def surroundings() -> dict[str, Any]:
-    """The machine and the versions of what ran on it."""
-    return {
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": {
-            "system": platform.system(),
-            "release": platform.release(),
-            "processor": _processor(),
-            "cores": os.cpu_count(),
-            "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-        },
-        "versions": {"python": platform.python_version()}
-        | {name: _version(name) for name in PACKAGES},
-    }
+from pagedmlx.bench.surroundings import surroundings
 
 
 def save(report: dict[str, Any], target: str) -> None:
@@ -51,19 +34,3 @@ def save(report: dict[str, Any], target: str) -> None:
     ) as file:
         file.write(text)
     Path(file.name).replace(path)
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()

@@ -49,5 +49,8 @@ def test_the_table_of_generate_has_the_flags_of_its_help() -> None:
 @pytest.mark.parametrize("line", re.findall(r"^(?:\.venv/bin/)?pagedmlx (.+)$", README, re.M))
 def test_the_commands_of_the_readme_are_commands_with_flags_that_exist(line: str) -> None:
     name, *rest = line.split()
-    known = {spelling for each in command_line().commands[name].params for spelling in each.opts}
+    command = command_line().commands[name]
+    if hasattr(command, "commands"):
+        command = command.commands[rest.pop(0)]
+    known = {spelling for each in command.params for spelling in each.opts}
     assert {word for word in rest if word.startswith("--")} <= known

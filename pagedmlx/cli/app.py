@@ -17,6 +17,7 @@ from typer.exceptions import TyperException
 
 from pagedmlx import __version__
 from pagedmlx.cli import render
+from pagedmlx.cli.commands.bench import bench
 from pagedmlx.cli.commands.chat import CHAT_FLAGS, chat, with_chat_flags
 from pagedmlx.cli.commands.completion import completion
 from pagedmlx.cli.commands.doctor import doctor
@@ -98,6 +99,7 @@ app.command()(with_chat_flags(chat))
 app.command("run", hidden=True)(with_chat_flags(chat))
 app.command()(with_engine_and_sampling(generate))
 app.command()(with_engine_and_server(serve))
+app.add_typer(bench)
 for _command in (ps, pull, ls, rm, doctor, completion):
     app.command()(_command)
 

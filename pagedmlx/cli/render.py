@@ -69,6 +69,28 @@ def table(rows: Sequence[Sequence[str]]) -> None:
         text("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
+def grid(title: str, rows: Sequence[Sequence[str]]) -> None:
+    """Write a title and rows of numbers to stdout; the first row is the heading, all of it text."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    text(title)
+    if not rows:
+        return
+    # Lines that a pipe's reader need not know.
+    shape = Table(box=box.SIMPLE_HEAD if sys.stdout.isatty() else None, pad_edge=False)
+    for place, name in enumerate(rows[0]):
+        shape.add_column(Text(name), justify="right" if place else "left", no_wrap=True)
+    for row in rows[1:]:
+        shape.add_row(*map(Text, row))
+    width = (
+        None if sys.stdout.isatty() else sum(max(map(len, c)) + 2 for c in zip(*rows, strict=True))
+    )
+    Console(file=sys.stdout, width=width).print(shape)
+
+
 def pairs(values: Mapping[str, str]) -> None:
     """Write names and values to stdout, one pair a line."""
     width = max(map(len, values), default=0)

@@ -40,8 +40,16 @@ def completion(
         Shell.FISH: _fish,
     }[shell]
     commands = {name: each.get_short_help_str(80) for name, each in command.commands.items()}
-    flags = {name: _flags(each) for name, each in command.commands.items()}
+    # A group's commands are completed alike: they have most flags in common.
+    flags = {
+        name: {key: flag for one in (each, *_within(each)) for key, flag in _flags(one).items()}
+        for name, each in command.commands.items()
+    }
     render.text(write(commands, flags), end="")
+
+
+def _within(command: Any) -> list[Any]:
+    return list(getattr(command, "commands", {}).values())
 
 
 def _flags(command: Any) -> _Flags:
