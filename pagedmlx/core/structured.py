@@ -39,7 +39,8 @@ class StructuredOutputs:
             references.
         choice: One of these strings.
         grammar: A context-free grammar in Lark's notation as llguidance reads it, with a rule
-            ``start``; ``%json {...}`` stands for what a schema allows.
+            ``start``; ``%json {...}`` stands for what a schema allows. Or in llama.cpp's (GBNF),
+            with a rule ``root``.
         after: The grammar begins behind this marker, such as ``</think>``; text before it is free.
         whitespace_pattern: Regular expression of what may stand between the parts of JSON; the
             empty one is nothing at all.

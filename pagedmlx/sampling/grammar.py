@@ -279,6 +279,7 @@ _REASONS = {
     "too many expressions constructed": "it is too complex",
     "fuel exhausted": "it is too complex",
     "initial lexer configuration (grammar) too big": "it is too complex",
+    "items; max is": "it is too complex",
 }
 
 

@@ -10,7 +10,7 @@ from decimal import Decimal
 from typing import Any
 
 from pagedmlx.core.structured import MAX_JSON_DEPTH, StructuredOutputs, is_deeper
-from pagedmlx.errors import InvalidRequestError
+from pagedmlx.errors import InvalidRequestError, first_line
 
 MAX_MULTIPLE = 20_000
 """Largest common multiple of the digits of a schema's ``multipleOf``: as many states are built."""
@@ -56,7 +56,7 @@ def grammar_text(structured: StructuredOutputs) -> str:
             return _of_lark(f"start: {words}")
         case "grammar":
             assert structured.grammar is not None
-            return _of_lark(_with_one_line_json(structured.grammar))
+            return _of_lark(_with_one_line_json(_as_lark(structured.grammar)))
         case _:
             assert structured.regex is not None
             return LLMatcher.grammar_from_regex(structured.regex)
@@ -87,6 +87,18 @@ def _with_settings(schema: object, settings: Mapping[str, Any]) -> object:
 
 def _of_lark(text: str) -> str:
     return _to_json({"grammars": [{"lark_grammar": text}]})
+
+
+def _as_lark(text: str) -> str:
+    """A grammar in Lark's notation; one in llama.cpp's (GBNF) is translated."""
+    if "::=" not in text:
+        return text
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        return any_to_lark(text)
+    except Exception as error:  # the translator raises whatever comes
+        raise InvalidRequestError("grammar", f"can't be read: {first_line(error)}") from error
 
 
 def _with_one_line_json(text: str) -> str:

@@ -25,6 +25,7 @@ from pagedmlx.server.fields import (
 )
 from pagedmlx.server.logprobs import chat_logprobs, prompt_logprobs
 from pagedmlx.server.service import Service
+from pagedmlx.server.structured import read_structured
 from pagedmlx.server.writer import Piece
 from pagedmlx.text.answer_parser import content_text, reasoning_text, tool_calls
 from pagedmlx.text.answer_parts import (
@@ -51,7 +52,15 @@ def _read(body: dict[str, Any], service: Service) -> Ask:
     refuse_with_stream(values, stream=stream)
     max_tokens, name = _max_tokens(values)
     # Where the engine's errors say prompt, this endpoint's clients have written messages.
-    renamed = {"prompt": "messages", "max_tokens": name, "logprobs": "top_logprobs"}
+    structured, places = read_structured(values)
+    renamed = {
+        "prompt": "messages",
+        "max_tokens": name,
+        "logprobs": "top_logprobs",
+        # With tools the whole answer becomes one grammar.
+        **({"grammar": "tools"} if values.get("tools") else {}),
+        **places,
+    }
     engine = service.require_engine()
     turn = Turn.read(
         engine,
@@ -70,6 +79,7 @@ def _read(body: dict[str, Any], service: Service) -> Ask:
         renamed,
         max_tokens=max_tokens,
         logprobs=_num_logprobs(values),
+        structured=structured,
     )
     job = turn.job(
         engine,

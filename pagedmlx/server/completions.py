@@ -24,6 +24,7 @@ from pagedmlx.server.fields import (
 )
 from pagedmlx.server.logprobs import completion_logprobs, prompt_logprobs
 from pagedmlx.server.service import Service
+from pagedmlx.server.structured import read_structured
 from pagedmlx.server.writer import Piece
 from pagedmlx.text.tokenizer import Tokenizer
 
@@ -51,10 +52,12 @@ def _read(body: dict[str, Any], service: Service) -> Ask:
     if echo and "prompt_logprobs" in values:
         raise InvalidRequestError("prompt_logprobs", "echo with logprobs tells the same")
     prompts = read_prompts(values.get("prompt"))
+    structured, places = read_structured(values)
     params = sampling_params(
         values,
         COMPLETION_FIELDS,
         {"max_tokens": _MAX_TOKENS, **engine.sampling_defaults},
+        structured=structured,
         # With echo, what is told of the answer's tokens is told of the prompt's too.
         **({"prompt_logprobs": values.get("logprobs")} if echo else {}),
     )
@@ -87,7 +90,7 @@ def _read(body: dict[str, Any], service: Service) -> Ask:
         format=choice_format(writer, include_usage=include_usage(values, stream=stream)),
         stream=stream,
         unknown=unknown,
-        renamed={"prompt_token_ids": "prompt"},
+        renamed={"prompt_token_ids": "prompt", **places},
     )
 
 

@@ -1,0 +1,158 @@
+"""The shape that an answer must have, as OpenAI, vLLM and llama.cpp let requests ask for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+from pagedmlx.core.structured import MAX_JSON_DEPTH, StructuredOutputs, is_deeper
+from pagedmlx.errors import InvalidRequestError
+from pagedmlx.server.fields import renamed_error
+
+_KINDS: Mapping[str, str] = {
+    "json": "json_schema",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "grammar",
+    "json_object": "json_object",
+}
+_OTHERS: Mapping[str, str] = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "grammar": "grammar",
+    "json_schema": "json",
+}
+_SWITCHES = ("disable_any_whitespace", "disable_additional_properties", "disable_fallback")
+# Schemas within a schema whose objects are whole by themselves.
+_NAMED_SCHEMAS = ("properties", "$defs", "definitions")
+_LISTED_SCHEMAS = ("anyOf", "oneOf", "prefixItems")
+
+
+def read_structured(
+    values: Mapping[str, Any],
+) -> tuple[StructuredOutputs | None, Mapping[str, str]]:
+    """What a request's fields of these names ask for, null values left out.
+
+    Returns:
+        The shape, None where it may be any, and what the request calls the fields that errors
+        about it name.
+
+    Raises:
+        InvalidRequestError: A field is malformed, or several ask for something.
+    """
+    found: list[tuple[str, StructuredOutputs, Mapping[str, str]]] = []
+    for name in ("response_format", "structured_outputs", *_OTHERS):
+        value = values.get(name)
+        if value is None or (name == "grammar" and value == ""):
+            continue
+        if name == "response_format":
+            asked, where = _response_format(value)
+        elif name == "structured_outputs":
+            asked, where = _structured_outputs(value)
+        else:
+            pattern = values.get("guided_whitespace_pattern") if name == "guided_json" else None
+            asked = {_OTHERS[name]: value, "whitespace_pattern": pattern}
+            where = {_OTHERS[name]: name, "whitespace_pattern": "guided_whitespace_pattern"}
+        if not asked:
+            continue
+        renamed = {_KINDS.get(key, key): place for key, place in where.items()}
+        renamed["structured"] = name
+        found.append((name, _checked(asked, renamed), renamed))
+    if not found:
+        return None, {}
+    if len(found) > 1:
+        raise InvalidRequestError(found[1][0], f"doesn't go with {found[0][0]}")
+    _, structured, renamed = found[0]
+    return structured, renamed
+
+
+def close_objects(schema: object) -> object:
+    """A schema whose objects have no properties but those that they name.
+
+    Those that combine several schemas by ``allOf`` stay as they are.
+    """
+    if not isinstance(schema, Mapping) or is_deeper(schema, MAX_JSON_DEPTH):
+        return schema  # it will be refused
+    closed = dict(schema)
+    for name in _NAMED_SCHEMAS:
+        if isinstance(schema.get(name), Mapping):
+            closed[name] = {key: close_objects(each) for key, each in schema[name].items()}
+    for name in _LISTED_SCHEMAS:
+        if isinstance(schema.get(name), list):
+            closed[name] = [close_objects(each) for each in schema[name]]
+    if "items" in schema:
+        closed["items"] = close_objects(schema["items"])
+    is_open = not {"additionalProperties", "patternProperties", "allOf"} & set(schema)
+    if "properties" in schema and is_open:
+        closed["additionalProperties"] = False
+    return closed
+
+
+def _checked(asked: Mapping[str, Any], renamed: Mapping[str, str]) -> StructuredOutputs:
+    fields = {_KINDS.get(name, name): value for name, value in asked.items()}
+    try:
+        return StructuredOutputs(**fields)
+    except InvalidRequestError as error:
+        raise renamed_error(error, renamed) from error
+
+
+def _response_format(value: object) -> tuple[dict[str, Any], dict[str, str]]:
+    where = "response_format"
+    fields = _object(value, where)
+    kind = fields.get("type")
+    if kind == "text":
+        return {}, {}
+    if kind == "json_object" and fields.get("schema") is None:
+        return {"json_object": True}, {"json_object": where}
+    if kind == "json_object":  # llama.cpp's form
+        return {"json": fields["schema"]}, {"json": f"{where}.schema"}
+    if kind != "json_schema":
+        raise InvalidRequestError(
+            f"{where}.type",
+            f"{_shown(kind)} is not supported",
+            hint="what is: text, json_object, json_schema",
+        )
+    where = f"{where}.json_schema"
+    inner = _object(fields.get("json_schema"), where)
+    schema = inner.get("schema")
+    if schema is None:
+        raise InvalidRequestError(f"{where}.schema", "is missing")
+    if _switch(inner, "strict", where):
+        schema = close_objects(schema)
+    return {"json": schema}, {"json": f"{where}.schema"}
+
+
+def _structured_outputs(value: object) -> tuple[dict[str, Any], dict[str, str]]:
+    where = "structured_outputs"
+    fields = {name: each for name, each in _object(value, where).items() if each is not None}
+    for name in fields:
+        if name not in (*_KINDS, *_SWITCHES, "whitespace_pattern"):
+            raise InvalidRequestError(f"{where}.{name[:64]}", "is not supported")
+    asked = {name: each for name, each in fields.items() if name not in _SWITCHES}
+    if _switch(fields, "disable_any_whitespace", where):
+        asked.setdefault("whitespace_pattern", "")
+    if _switch(fields, "disable_additional_properties", where) and "json" in asked:
+        asked["json"] = close_objects(asked["json"])
+    # One that asks for nothing is an error of StructuredOutputs'.
+    asked.setdefault("json_object", False)
+    return asked, {name: f"{where}.{name}" for name in (*_KINDS, "whitespace_pattern")}
+
+
+def _switch(fields: Mapping[str, Any], name: str, where: str) -> bool:
+    value = fields.get(name)
+    if not isinstance(value, bool | None):
+        raise InvalidRequestError(f"{where}.{name}", f"{_shown(value)} is not true or false")
+    return bool(value)
+
+
+def _object(value: object, where: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise InvalidRequestError(where, f"{_shown(value)} is not an object")
+    return cast("Mapping[str, Any]", value)
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
