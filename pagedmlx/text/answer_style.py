@@ -24,7 +24,6 @@ _THINK_TAGS = (
     ("[THINK]", "[/THINK]"),
     ("<|START_THINKING|>", "<|END_THINKING|>"),
 )
-_CHANNEL_TAGS = (("<|channel>", "<channel|>"), ("<|channel>thought", "<channel|>"))
 _XTML = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
 _SWITCHES = ("enable_thinking", "thinking", "reasoning_effort")
 HARMONY_TOKENS = (
@@ -179,16 +178,16 @@ def _names(code: str, variable: str) -> bool:
 def _find_think(
     template: str, has_token: Callable[[str], bool]
 ) -> tuple[tuple[str, str] | None, tuple[str, ...]]:
-    for tags in _THINK_TAGS:
-        if all(map(has_token, tags)) or (all(tag in template for tag in tags)):
-            return tags, ()
-    for (start, end), marks in (_CHANNEL_TAGS,):
-        if has_token(start) and has_token(end):
-            return marks, ()
+    known = [tags for tags in _THINK_TAGS if all(map(has_token, tags))]
+    if known:
+        return known[0], ()
+    if has_token("<|channel>") and has_token("<channel|>"):
+        return ("<|channel>thought", "<channel|>"), ()
     if all(map(has_token, _XTML)):
         return ("<|open|>think<|sep|>", "<|close|>think<|sep|>"), (
             "<|open|>response<|sep|>",
             "<|close|>response<|sep|>",
             "<|close|>message<|sep|>",
         )
-    return None, ()
+    written = [tags for tags in _THINK_TAGS if all(tag in template for tag in tags)]
+    return (written[0] if written else None), ()

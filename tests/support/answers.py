@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from pagedmlx.models.tool_parsers import tool_syntax
 from pagedmlx.text.answer_parser import AnswerParser, join_parts
@@ -121,3 +123,57 @@ def plain(parts: Sequence[AnswerPart]) -> list[tuple[str, ...]]:
             case ToolCallEnd(index):
                 shown.append(("end", str(index)))
     return shown
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call as a client has got it; its id is drawn and not compared."""
+
+    call_id: str = field(compare=False)
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class Message:
+    """One choice as a client has got it."""
+
+    content: str | None
+    reasoning: str | None
+    calls: tuple[Call, ...]
+    finish_reason: str | None
+
+
+def gather(answers: Iterable[Any]) -> list[Message]:
+    """The choices of a whole chat completion, or of the chunks of a streamed one."""
+    texts: dict[int, dict[str, str]] = {}
+    calls: dict[int, dict[int, list[str]]] = {}
+    reasons: dict[int, str] = {}
+    for answer in answers:
+        for choice in answer.choices:
+            said = choice.delta if hasattr(choice, "delta") else choice.message
+            told = texts.setdefault(choice.index, {"content": "", "reasoning_content": ""})
+            for name in told:
+                told[name] += getattr(said, name, None) or ""
+            assert getattr(said, "reasoning", None) == getattr(said, "reasoning_content", None)
+            listed = calls.setdefault(choice.index, {})
+            for place, call in enumerate(said.tool_calls or ()):
+                index = getattr(call, "index", None)
+                index = place if index is None else index
+                if call.id:
+                    assert index == len(listed)
+                    assert call.type == "function"
+                    listed[index] = [call.id, call.function.name, ""]
+                listed[index][2] += call.function.arguments or ""
+            if choice.finish_reason:
+                assert choice.index not in reasons
+                reasons[choice.index] = choice.finish_reason
+    return [
+        Message(
+            content=texts[index]["content"] or (None if calls[index] else ""),
+            reasoning=texts[index]["reasoning_content"] or None,
+            calls=tuple(Call(*calls[index][place]) for place in sorted(calls[index])),
+            finish_reason=reasons.get(index),
+        )
+        for index in sorted(texts)
+    ]

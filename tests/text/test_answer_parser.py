@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -274,7 +275,7 @@ def test_how_the_text_is_cut_makes_no_difference(
         return answer_parser(style, tools=TOOLS, syntax=syntax, is_thinking=is_thinking)
 
     places = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
-    pieces = [text[start:end] for start, end in zip(places, places[1:], strict=False)]
+    pieces = [text[start:end] for start, end in pairwise(places)]
     whole = plain(in_pieces(parser(), [text]))
     assert plain(in_pieces(parser(), pieces)) == whole
     assert plain(in_pieces(parser(), text)) == whole
