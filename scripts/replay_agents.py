@@ -5,10 +5,11 @@
 Each agent is the official client of its API with the requests that a public agent makes: two over
 chat completions, one over responses, one over Anthropic's messages. What the server answers goes
 back into the conversation in the agent's way, so that all that rewrites a history is in the test:
-ids, arguments that are parsed and written anew, times and marks that change. What the model says
-is held to a record by ``structured_outputs``, since no model of this size works on code; `tiny`
-has random weights. The exit code is 1 if an answer isn't what was recorded, or if less than 90 %
-of the prompts' tokens, from each agent's second turn on, came from the cache.
+ids, arguments that are parsed and written anew, times and marks that change. No model of this size
+works on code, so the tokens that it chooses are replaced by those of a record, and everything else
+is as ever: prompts are computed, K and V stored, shared and found again; `tiny` has random weights.
+The exit code is 1 if an answer isn't what was recorded, or if less than 90 % of the prompts'
+tokens, from each agent's second turn on, came from the cache.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,10 +30,15 @@ import openai
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from pagedmlx.config import EngineConfig
+from pagedmlx.core.sequence import Sequence
+from pagedmlx.core.step import Step, StepResult
+from pagedmlx.engine.engine import Engine
+from pagedmlx.engine.load import load_engine
 from scripts.agent_shapes import SYSTEM, TOOLS, TURNS, Turn
 from scripts.report import save
-from scripts.serving import server_process
 from tests.support.agent_model import save_agent_folder
+from tests.support.server import serving
 
 LEAST_HITS = 0.9
 NUM_BLOCKS = 3000
@@ -55,13 +62,58 @@ class Agent(Protocol):
 
     name: str
 
-    def ask(self, asked: str, outputs: list[tuple[str, str]], say: str) -> Answer:
-        """Send what the user says or what the tools gave; the model is to say ``say``."""
+    def ask(self, asked: str, outputs: list[tuple[str, str]], seed: int) -> Answer:
+        """Send what the user says or what the tools gave."""
         ...
 
 
-def forced(say: str) -> dict[str, Any]:
-    return {"structured_outputs": {"choice": [say]}}
+class RecordedRunner:
+    """Runs every step, and then says that the tokens of the record were chosen.
+
+    Args:
+        runner: The engine's own.
+        record: Tokens by the seed that a request has.
+    """
+
+    depth = 0  # a step's tokens are known before the next one is dispatched
+
+    def __init__(self, runner: Any, record: Mapping[int, list[int]]) -> None:
+        self._runner = runner
+        self._record = record
+        self._sampling: list[Sequence] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def dispatch(self, step: Step) -> None:
+        self._sampling = [entry.sequence for entry in step.scheduled if entry.needs_logits]
+        self._runner.dispatch(step)
+
+    def collect(self) -> StepResult:
+        result = self._runner.collect()
+        sampled = dict(result.sampled)
+        for sequence in self._sampling:
+            seed = sequence.request.params.seed
+            if seed is not None:
+                sampled[sequence.seq_id] = self._record[seed][sequence.num_output_tokens]
+        return replace(result, sampled=sampled)
+
+
+def recorded_engine(config: EngineConfig) -> Engine:
+    """The engine with the record of all agents; each turn of each agent has a seed."""
+    engine = load_engine(config)
+    end = min(engine.tokenizer.eos_token_ids)
+    record = {
+        seed(agent, turn): [*engine.tokenizer.encode(written(each), add_special_tokens=False), end]
+        for agent in range(len(AGENTS))
+        for turn, each in enumerate(TURNS)
+    }
+    engine._runner = RecordedRunner(engine._runner, record)
+    return engine
+
+
+def seed(agent: int, turn: int) -> int:
+    return 1000 * agent + turn
 
 
 def functions() -> list[Any]:
@@ -79,7 +131,7 @@ class StreamedChat:
         )
         self._messages: list[Any] = [{"role": "system", "content": SYSTEM}]
 
-    def ask(self, asked: str, outputs: list[tuple[str, str]], say: str) -> Answer:
+    def ask(self, asked: str, outputs: list[tuple[str, str]], seed: int) -> Answer:
         for call_id, output in outputs:
             self._messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
         if asked:
@@ -96,7 +148,7 @@ class StreamedChat:
             max_completion_tokens=MAX_TOKENS,
             stream=True,
             stream_options={"include_usage": True},
-            extra_body=forced(say),
+            seed=seed,
         )
         text, calls, usage = "", {}, None
         for chunk in stream:
@@ -134,7 +186,7 @@ class WholeChat:
         marked = {"type": "text", "text": SYSTEM, "cache_control": {"type": "ephemeral"}}
         self._messages: list[Any] = [{"role": "system", "content": [marked]}]
 
-    def ask(self, asked: str, outputs: list[tuple[str, str]], say: str) -> Answer:
+    def ask(self, asked: str, outputs: list[tuple[str, str]], seed: int) -> Answer:
         for call_id, output in outputs:
             parts = [{"type": "text", "text": output}]
             self._messages.append({"role": "tool", "tool_call_id": call_id, "content": parts})
@@ -149,7 +201,7 @@ class WholeChat:
             max_tokens=MAX_TOKENS,
             user="agent",
             metadata={"session": "1"},
-            extra_body=forced(say),
+            seed=seed,
         )
         message = completion.choices[0].message
         # Everything goes back, with fields that only answers have.
@@ -181,7 +233,7 @@ class Responses:
         where = "<environment_context>\n<cwd>/home/user/orchard</cwd>\n</environment_context>"
         self._items: list[Any] = [_said("developer", permissions), _said("user", where)]
 
-    def ask(self, asked: str, outputs: list[tuple[str, str]], say: str) -> Answer:
+    def ask(self, asked: str, outputs: list[tuple[str, str]], seed: int) -> Answer:
         for call_id, output in outputs:
             self._items.append(
                 {"type": "function_call_output", "call_id": call_id, "output": output}
@@ -201,7 +253,7 @@ class Responses:
             max_output_tokens=MAX_TOKENS,
             temperature=0,
             store=False,
-            extra_body=forced(say),
+            extra_body={"seed": seed},
         ) as stream:
             response: Any = stream.get_final_response()
         for item in response.output:
@@ -233,7 +285,7 @@ class Messages:
         self._messages: list[Any] = []
         self._num_asked = 0
 
-    def ask(self, asked: str, outputs: list[tuple[str, str]], say: str) -> Answer:
+    def ask(self, asked: str, outputs: list[tuple[str, str]], seed: int) -> Answer:
         self._num_asked += 1
         blocks: list[Any] = [
             {"type": "tool_result", "tool_use_id": call_id, "content": output}
@@ -265,7 +317,7 @@ class Messages:
             metadata={"user_id": "user_1_session_1"},
             extra_headers={"anthropic-beta": "interleaved-thinking-2025-05-14"},
             extra_query={"beta": "true"},
-            extra_body={"temperature": 0, "context_management": {"edits": []}, **forced(say)},
+            extra_body={"temperature": 0, "context_management": {"edits": []}, "seed": seed},
         ) as stream:
             message: Any = stream.get_final_message()
         content = [block.model_dump(exclude_none=True) for block in message.content]
@@ -297,20 +349,20 @@ def written(turn: Turn) -> str:
     return "\n\n".join(filter(None, (turn.said, "\n".join(calls))))
 
 
-def replay(agent: Agent) -> dict[str, Any]:
+def replay(number: int, agent: Agent) -> dict[str, Any]:
     """The whole session of one agent."""
     outputs: list[tuple[str, str]] = []
     turns: list[dict[str, Any]] = []
     failures: list[str] = []
     num_before = 0
-    for number, turn in enumerate(TURNS, 1):
-        answer = agent.ask(turn.asked, outputs, written(turn))
+    for index, turn in enumerate(TURNS):
+        answer = agent.ask(turn.asked, outputs, seed(number, index))
         calls = [(name, arguments) for _, name, arguments in answer.calls]
         if (answer.text, calls) != (
             turn.said,
             [(call.name, call.arguments) for call in turn.calls],
         ):
-            failures.append(f"{agent.name}, turn {number}: {answer.text!r} {calls}")
+            failures.append(f"{agent.name}, turn {index}: {answer.text!r} {calls}")
         outputs = [
             (call_id, call.output)
             for (call_id, _, _), call in zip(answer.calls, turn.calls, strict=False)
@@ -344,14 +396,19 @@ def main() -> None:
     parser.add_argument("--json", default="-", metavar="FILE")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        model: Path | str = options.model
+        model: str = options.model
         if model == "tiny":
-            model = save_agent_folder(Path(folder) / "tiny")
-        flags = ("--num-blocks", str(NUM_BLOCKS), "--served-model-name", "local")
-        with server_process(model, *flags) as server:
-            url = f"http://127.0.0.1:{server.port}"
-            with ThreadPoolExecutor(len(AGENTS)) as threads:
-                sessions = list(threads.map(replay, [make(url) for make in AGENTS]))
+            model = str(save_agent_folder(Path(folder) / "tiny"))
+        config = EngineConfig(model, num_blocks=NUM_BLOCKS)
+        with (
+            serving(
+                partial(recorded_engine, config.for_streams()), served_model_names=("local",)
+            ) as server,
+            ThreadPoolExecutor(len(AGENTS)) as threads,
+        ):
+            agents = [make(server.url) for make in AGENTS]
+            sessions = list(threads.map(replay, range(len(AGENTS)), agents))
+            server.assert_idle()
     passed = all(not each["failures"] and each["hits"] >= LEAST_HITS for each in sessions)
     save(
         {

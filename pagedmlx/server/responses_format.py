@@ -182,15 +182,15 @@ class ResponseFormat:
             return "response.custom_tool_call_input"
         return f"response.{_STEMS[section.kind]}"
 
-    def _on_item(self, section: Section, name: str, **fields: Any) -> bytes:
+    def _on_item(self, section: Section, name: str, /, **fields: Any) -> bytes:
         content = {} if section.kind is Kind.CALL else {"content_index": 0}
         item_id = self._ids[section.index]
         return self._of_item(name, section, item_id=item_id, **content, **fields)
 
-    def _of_item(self, name: str, section: Section, **fields: Any) -> bytes:
+    def _of_item(self, name: str, section: Section, /, **fields: Any) -> bytes:
         return self._event(name, output_index=section.index, **fields)
 
-    def _event(self, name: str, **fields: Any) -> bytes:
+    def _event(self, name: str, /, **fields: Any) -> bytes:
         number = self._num_events
         self._num_events += 1
         return event({"type": name, "sequence_number": number, **fields}, name)
