@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from pagedmlx.core.structured import GrammarBackend
 from pagedmlx.errors import InvalidRequestError
 from pagedmlx.sampling.grammar import LLGuidance, Vocabulary
@@ -29,4 +31,5 @@ def _vocabulary(tokenizer: Tokenizer, vocab_size: int) -> Vocabulary:
         tokens=[tokenizer.token_bytes(token_id) for token_id in range(vocab_size)],
         special=frozenset(each for each in tokenizer.special_token_ids if each < vocab_size),
         ends=frozenset(each for each in tokenizer.eos_token_ids if each < vocab_size),
+        encode=partial(tokenizer.encode, add_special_tokens=False),
     )
