@@ -304,14 +304,14 @@ def test_a_signal_in_a_download_ends_it_lists_nothing_and_keeps_whole_files(
     process = pull(server, cache)
     wait_until(lambda: find(cache, "model-00001*") and partial_files(cache))
     process.send_signal(number)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=120)
     assert (process.returncode, out) == (code, "")
     assert err.splitlines()[-1] == "stopped; run it again, what has arrived is kept"
     assert hub.list_models() == []
     server.stuck.clear()
     server.fetched.clear()
     process = pull(server, cache)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=120)
     assert (process.returncode, out.startswith("owner/model is here: ")) == (0, True), err
     assert server.fetched == ["model-00002-of-00002.safetensors"]
 
@@ -324,7 +324,7 @@ def test_a_signal_in_a_running_transfer_leaves_no_partial_file(
     process = pull(server, cache, chunks)
     wait_until(lambda: find(cache, "model-00001*") and partial_files(cache))
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=60) == 130
+    assert process.wait(timeout=120) == 130
     process.communicate()
     assert partial_files(cache) == []
 
@@ -345,7 +345,7 @@ def test_a_file_that_the_system_does_not_let_grow_leaves_nothing_half(
     limit = "import resource, signal\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
     limit += "resource.setrlimit(resource.RLIMIT_FSIZE, (250_000, 250_000))"
     process = pull(server, cache, limit)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=120)
     assert process.returncode == 1
     assert "error: owner/model can't be fetched: File too large" in err
     assert partial_files(cache) == []

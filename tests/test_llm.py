@@ -35,7 +35,7 @@ from tests.support.tokenizers import byte_ids
 
 REPOSITORY = Path(__file__).parents[1]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
-WAIT_S = 60.0
+WAIT_S = 120.0
 FakeLLM = Callable[..., LLM]
 Python = Callable[..., subprocess.Popen[str]]
 

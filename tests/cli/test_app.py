@@ -16,7 +16,7 @@ from tests.cli.conftest import REPOSITORY, Cli
 
 Start = Callable[..., subprocess.Popen[bytes]]
 
-WAIT_S = 60.0
+WAIT_S = 120.0
 HEAVY = ("mlx", "mlx_lm", "transformers", "huggingface_hub", "textual", "numpy", "rich")
 
 

@@ -226,5 +226,5 @@ def test_a_signal_ends_a_real_stream_with_its_exit_code(
     assert process.stdout is not None
     process.stdout.read(1)
     process.send_signal(number)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (code, b"")

@@ -34,7 +34,7 @@ load.load_engine = lambda config, report: (
 from pagedmlx.cli.app import main
 main()
 """
-WAIT_S = 60.0
+WAIT_S = 120.0
 Serve = Callable[..., "subprocess.Popen[str]"]
 
 

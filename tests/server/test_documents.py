@@ -43,7 +43,7 @@ def test_the_section_has_examples() -> None:
 @pytest.mark.parametrize("command", CURLS)
 def test_a_curl_example_of_the_readme_works(url: str, command: str) -> None:
     run = command.replace("http://localhost:8000", url).replace("curl ", "curl --fail ", 1)
-    done = subprocess.run(["bash", "-c", run], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", "-c", run], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     if "stream" in command:
         *_, usage, end = re.findall(r"^data: (.*)$", done.stdout, re.MULTILINE)
