@@ -99,7 +99,9 @@ class LLGuidance:
 
         def work() -> None:
             try:
-                done.put(self._compile(structured))
+                grammar = self._compile(structured)
+                self._keep(structured, grammar)
+                done.put(grammar)
             except Exception as error:
                 done.put(error)
             finally:
@@ -114,7 +116,6 @@ class LLGuidance:
             ) from None
         if isinstance(result, Exception):
             raise result
-        self._keep(structured, result)
         return result
 
     def _find(self, structured: StructuredOutputs) -> Grammar | None:

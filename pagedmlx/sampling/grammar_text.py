@@ -15,6 +15,9 @@ from pagedmlx.errors import InvalidRequestError, first_line
 MAX_MULTIPLE = 20_000
 """Largest common multiple of the digits of a schema's ``multipleOf``: as many states are built."""
 
+MAX_PROPERTIES = 1000
+"""Most properties of one object: the work grows with their square."""
+
 # One line, with at most one space after a separator: blanks can't go on for ever.
 _ONE_LINE: Mapping[str, Any] = {
     "whitespace_flexible": False,
@@ -128,8 +131,13 @@ def _with_one_line_json(text: str) -> str:
 def _check_schema(schema: object, field: str) -> None:
     if is_deeper(schema, MAX_JSON_DEPTH):
         raise InvalidRequestError(field, f"is nested more than {MAX_JSON_DEPTH} deep")
+    most = max(map(len, _values(schema, "properties", dict)), default=0)
+    if most > MAX_PROPERTIES:
+        raise InvalidRequestError(
+            field, f"an object has {most} properties, at most {MAX_PROPERTIES} are possible"
+        )
     common = 1
-    for value in _multiples(schema):
+    for value in _values(schema, "multipleOf", (int, float)):
         digits = Decimal(str(value)).normalize().as_tuple().digits
         common = math.lcm(common, int("".join(map(str, digits))) or 1)
         if common > MAX_MULTIPLE:
@@ -140,17 +148,17 @@ def _check_schema(schema: object, field: str) -> None:
             )
 
 
-def _multiples(schema: object) -> Iterable[int | float]:
-    """All numbers under ``multipleOf``."""
+def _values(schema: object, name: str, kind: type | tuple[type, ...]) -> Iterable[Any]:
+    """All values of some type that stand under a name, however deep."""
     if isinstance(schema, dict):
-        for name, value in schema.items():
-            if name != "multipleOf":
-                yield from _multiples(value)
-            elif isinstance(value, int | float) and not isinstance(value, bool):
-                yield value
+        found = schema.get(name)
+        if isinstance(found, kind):
+            yield found
+        for value in schema.values():
+            yield from _values(value, name, kind)
     elif isinstance(schema, list):
         for each in schema:
-            yield from _multiples(each)
+            yield from _values(each, name, kind)
 
 
 def _to_json(value: object) -> str:
