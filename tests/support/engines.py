@@ -23,7 +23,7 @@ LETTERS = tuple(byte_ids(b"abcdefgh "))
 VOCAB_SIZE = 268
 
 Choose = Callable[[Sequence], int]
-BeforeStep = Callable[[Step], None]
+BeforeStep = Callable[[Step], object]
 
 
 def hashed_letter(sequence: Sequence) -> int:
