@@ -36,6 +36,19 @@ class GroupArrays:
 
 
 @dataclass(frozen=True, slots=True)
+class PooledRows:
+    """Rows whose hidden states are wanted, as their sum.
+
+    Attributes:
+        sequence: Whose embedding they are for.
+        rows: They follow each other; at least one.
+    """
+
+    sequence: Sequence
+    rows: range
+
+
+@dataclass(frozen=True, slots=True)
 class BatchArrays:
     """One step over S sequences with T rows in all.
 
@@ -55,6 +68,7 @@ class BatchArrays:
         unread_sequences: The P sequences for which the step before sampled those tokens.
         prompt_places: (Q,) int32; which of the R rows tell how likely the prompt's next token is;
             from each of the others a token is sampled.
+        pooled: What embeddings need of this step, by rows.
     """
 
     sequences: tuple[Sequence, ...]
@@ -69,6 +83,7 @@ class BatchArrays:
     unread_rows: Int32Array = field(default_factory=lambda: np.empty(0, dtype=np.int32))
     unread_sequences: tuple[Sequence, ...] = ()
     prompt_places: Int32Array = field(default_factory=lambda: np.empty(0, dtype=np.int32))
+    pooled: tuple[PooledRows, ...] = ()
 
     @property
     def num_rows(self) -> int:
@@ -90,8 +105,7 @@ def build_batch(step: Step, block_size: int) -> BatchArrays:
     np.cumsum(counts, out=query_start_loc[1:])
     # Which of the S sequences each of the T rows belongs to.
     owners = np.repeat(np.arange(len(entries), dtype=np.int32), counts)
-    rows = np.arange(len(owners), dtype=np.int32)
-    positions = rows - (query_start_loc[:-1] - starts)[owners]
+    positions = np.arange(len(owners), dtype=np.int32) - (query_start_loc[:-1] - starts)[owners]
     token_ids: list[int] = []
     for entry in entries:
         token_ids += entry.sequence.token_ids[entry.start : entry.start + entry.num_tokens]
@@ -102,8 +116,13 @@ def build_batch(step: Step, block_size: int) -> BatchArrays:
     sampling: list[int] = []
     offsets: list[int] = []
     prompt_places: list[int] = []
+    pooled: list[PooledRows] = []
     for index, entry in enumerate(entries):
-        if entry.prompt_rows:
+        if entry.prompt_rows and entry.sequence.request.pooling is not None:
+            shift = int(query_start_loc[index]) - entry.start
+            rows = range(entry.prompt_rows.start + shift, entry.prompt_rows.stop + shift)
+            pooled.append(PooledRows(entry.sequence, rows))
+        elif entry.prompt_rows:
             prompt_places += range(len(offsets), len(offsets) + len(entry.prompt_rows))
             offsets += (position - entry.start for position in entry.prompt_rows)
             sampling += [index] * len(entry.prompt_rows)
@@ -126,6 +145,7 @@ def build_batch(step: Step, block_size: int) -> BatchArrays:
         unread_rows=query_start_loc[1:][unread] - 1,
         unread_sequences=tuple(entries[index].sequence for index in unread),
         prompt_places=np.array(prompt_places, dtype=np.int32),
+        pooled=tuple(pooled),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pagedmlx.core.pooling import Pooling
 from pagedmlx.core.sampling_params import SamplingParams
 from pagedmlx.core.structured import Grammar
 
@@ -23,6 +24,7 @@ class Request:
         priority: Larger is served first.
         cache_salt: Requests share cached blocks only with requests of the same salt.
         grammar: What each output follows; None is anything.
+        pooling: The prompt's embedding is wanted, and no output; made of these hidden states.
     """
 
     request_id: str
@@ -34,6 +36,7 @@ class Request:
     priority: int = 0
     cache_salt: str = ""
     grammar: Grammar | None = None
+    pooling: Pooling | None = None
 
     @property
     def max_output_tokens(self) -> int:

@@ -20,6 +20,8 @@ phases: a sequence simply has more known tokens than computed ones. The policy, 
 - The n outputs of a request fork from the first one's blocks once its prompt is there.
 - Where log probabilities of the prompt are wanted, its chunks are so short that a step has at most
   ``max_prompt_logits`` rows of them, and nothing of it comes from the prefix cache.
+- A request for an embedding ends when its prompt is computed. Nothing of that comes from the prefix
+  cache unless the embedding is made of the last token alone.
 """
 
 from __future__ import annotations
@@ -198,7 +200,8 @@ class Scheduler:
         """Take in what a step computed: publish blocks, append tokens, notice the ends.
 
         Returns:
-            The sequences that got a token, in the step's order; some may have finished by it.
+            The sequences that got a token or their embedding, in the step's order; some may have
+            finished by it.
         """
         grown: list[Sequence] = []
         for entry, num_preemptions in self._in_flight.pop(result.step_id):
@@ -215,6 +218,9 @@ class Scheduler:
                 self._counters.num_output_tokens += 1
                 grown.append(sequence)
                 self._finish_if_done(sequence, is_whole=sequence.seq_id in result.ended)
+            elif entry.completes_embedding:
+                grown.append(sequence)
+                self.finish(sequence, FinishReason.STOP)
         return tuple(grown)
 
     def _split_running(self) -> tuple[list[Sequence], list[Sequence]]:
@@ -294,8 +300,10 @@ class Scheduler:
             siblings = self._running_siblings(sequence)
             if siblings and not any(self._can_fork(plan, sibling) for sibling in siblings):
                 continue  # the prompt that it will fork from is still being computed
-            if sequence.lacks_prompt_logprobs:
-                prefix, must_wait = self.kv.no_prefix(), plan.num_prompt_logits_left < 1
+            if sequence.lacks_prompt_rows:
+                wants_logits = sequence.request.pooling is None
+                prefix = self.kv.no_prefix()
+                must_wait = wants_logits and plan.num_prompt_logits_left < 1
             else:
                 prefix = self._find_shared(plan, sequence, siblings)
                 must_wait = self.kv.is_pending(sequence, prefix)

@@ -43,8 +43,8 @@ class Sequence:
             ``token_ids``, but only the device knows them yet.
         num_cached_tokens: How many of the prompt's tokens came from the prefix cache when it was
             first admitted (from a sibling's blocks for a fork).
-        num_prompt_logprobs: Steps scheduled so far tell how likely the prompt's tokens up to this
-            position are, if its request wants to know.
+        num_prompt_rows: Steps scheduled so far give what is wanted of the prompt's rows before
+            this position.
         block_tables: One per KV group.
         arrival: Rises with each request; breaks ties of priority.
         status: Set by the scheduler only.
@@ -65,7 +65,7 @@ class Sequence:
     num_computed_tokens: int = 0
     num_unread_tokens: int = 0
     num_cached_tokens: int = 0
-    num_prompt_logprobs: int = 0
+    num_prompt_rows: int = 0
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: FinishReason | None = None
     num_preemptions: int = 0
@@ -100,19 +100,27 @@ class Sequence:
         return self.token_ids[len(self.request.prompt_token_ids) :]
 
     def prompt_rows(self, start: int, end: int) -> range:
-        """Positions in [start, end) that must still tell how likely the prompt's next token is.
+        """Positions in [start, end) of the prompt of which something is still wanted.
 
-        The first of a request's outputs tells it for all.
+        That is the hidden state for an embedding, or how likely the prompt's next token is, which
+        the first of a request's outputs tells for all.
         """
-        if self.index > 0 or self.request.params.prompt_logprobs is None:
+        if self.request.pooling is not None:
+            wanted = self.request.pooling.rows(self.num_prompt_tokens)
+        elif self.index == 0 and self.request.params.prompt_logprobs is not None:
+            wanted = range(self.num_prompt_tokens - 1)
+        else:
             return range(0)
-        first = max(start, self.num_prompt_logprobs)
-        return range(first, max(first, min(end, self.num_prompt_tokens - 1)))
+        first = max(start, wanted.start, self.num_prompt_rows)
+        return range(first, max(first, min(end, wanted.stop)))
 
     @property
-    def lacks_prompt_logprobs(self) -> bool:
-        """Whether there are such positions; all tokens up to the last one must be computed."""
-        return bool(self.prompt_rows(0, self.num_prompt_tokens))
+    def lacks_prompt_rows(self) -> bool:
+        """Whether there are any before the last one, which is computed in any case.
+
+        If so, nothing of the prompt can come from the prefix cache.
+        """
+        return bool(self.prompt_rows(0, self.num_prompt_tokens - 1))
 
     @property
     def must_be_read(self) -> bool:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 from pagedmlx.core.sequence import Sequence
 from pagedmlx.errors import NoTokenLeftError
 
@@ -19,7 +22,8 @@ class ScheduledSequence:
         num_tokens: How many tokens are computed, at least 1.
         needs_logits: The last of them is the sequence's last token, so a new one is sampled.
         is_unread: That last token was sampled by the step before and is known to the device only.
-        prompt_rows: Positions among them whose logits tell how likely the prompt's next token is.
+        prompt_rows: Positions among them of which something is wanted: the hidden state for an
+            embedding, else logits that tell how likely the prompt's next token is.
     """
 
     sequence: Sequence
@@ -28,6 +32,17 @@ class ScheduledSequence:
     needs_logits: bool
     is_unread: bool = False
     prompt_rows: range = range(0)
+
+    @property
+    def num_prompt_logits(self) -> int:
+        """Rows of logits that tell of the prompt."""
+        return 0 if self.sequence.request.pooling is not None else len(self.prompt_rows)
+
+    @property
+    def completes_embedding(self) -> bool:
+        """Whether an embedding is wanted, and its prompt is computed with this."""
+        is_wanted = self.sequence.request.pooling is not None
+        return is_wanted and self.start + self.num_tokens == self.sequence.num_prompt_tokens
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -105,6 +120,8 @@ class StepResult:
             ``needs_logits``.
         logprobs: Sequence id to what is said of that token, where the request wants it.
         prompt_logprobs: Sequence id to what is said of the tokens after each of ``prompt_rows``.
+        pooled: Sequence id to the sum of the hidden states of ``prompt_rows``, (D,) each, where an
+            embedding is wanted.
         ended: Ids of sequences whose grammar allows nothing behind their new token.
         problems: Sequence id to why its grammar can't go on.
     """
@@ -114,6 +131,9 @@ class StepResult:
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict[int, TokenLogprobs])
     prompt_logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(
         default_factory=dict[int, tuple[TokenLogprobs, ...]]
+    )
+    pooled: Mapping[int, npt.NDArray[np.float32]] = field(
+        default_factory=dict[int, npt.NDArray[np.float32]]
     )
     ended: frozenset[int] = frozenset()
     problems: Mapping[int, NoTokenLeftError] = field(default_factory=dict[int, NoTokenLeftError])

@@ -37,6 +37,8 @@ class StepPlan:
         if left <= 1:
             return min(left, self.num_tokens_left)
         num_tokens = min(left, self._chunk_size, self.num_tokens_left, self.num_prompt_tokens_left)
+        if sequence.request.pooling is not None:
+            return num_tokens
         rows = sequence.prompt_rows(start, start + num_tokens)
         if len(rows) > self.num_prompt_logits_left:
             return rows.start + self.num_prompt_logits_left - start
@@ -52,7 +54,7 @@ class StepPlan:
         """
         start = sequence.num_computed_tokens
         end = start + num_tokens
-        needs_logits = end == sequence.num_tokens_ahead
+        needs_logits = end == sequence.num_tokens_ahead and sequence.request.pooling is None
         rows = sequence.prompt_rows(start, end)
         entry = self._entries[sequence.seq_id] = ScheduledSequence(
             sequence,
@@ -65,8 +67,8 @@ class StepPlan:
         self.num_tokens_left -= num_tokens
         self.num_prompt_tokens_left -= entry.num_prompt_tokens
         if rows:
-            sequence.num_prompt_logprobs = rows.stop
-            self.num_prompt_logits_left -= len(rows)
+            sequence.num_prompt_rows = rows.stop
+            self.num_prompt_logits_left -= entry.num_prompt_logits
         sequence.num_computed_tokens = end
         sequence.num_unread_tokens += needs_logits
         if copies:
@@ -78,8 +80,8 @@ class StepPlan:
         entry = self._entries.pop(sequence.seq_id, None)
         if entry is not None:
             if entry.prompt_rows:
-                sequence.num_prompt_logprobs = entry.prompt_rows.start
-                self.num_prompt_logits_left += len(entry.prompt_rows)
+                sequence.num_prompt_rows = entry.prompt_rows.start
+                self.num_prompt_logits_left += entry.num_prompt_logits
             sequence.num_unread_tokens -= entry.needs_logits
             self.num_tokens_left += entry.num_tokens
             self.num_prompt_tokens_left += entry.num_prompt_tokens

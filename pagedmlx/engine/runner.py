@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 from collections import deque
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
+import numpy as np
 
 from pagedmlx.core.batch import NO_BLOCK, BatchArrays, GroupArrays, build_batch
 from pagedmlx.core.step import Step, StepResult
@@ -15,6 +16,23 @@ from pagedmlx.models.adapter import ModelAdapter
 from pagedmlx.ops.base import PagedBatch, upload
 from pagedmlx.sampling.chooser import Chosen, TokenChooser
 from pagedmlx.sampling.sampler import Sampler
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _UnderWay:
+    """A step that the device may still be busy with.
+
+    Attributes:
+        step_id: The step's.
+        chosen: Its tokens.
+        pooled_ids: Sequences that embeddings are made of.
+        pooled: (E, D) float32 for them; None if there are none.
+    """
+
+    step_id: int
+    chosen: Chosen
+    pooled_ids: tuple[int, ...]
+    pooled: mx.array | None
 
 
 class ModelRunner:
@@ -36,8 +54,7 @@ class ModelRunner:
         self._adapter = adapter
         self._store = store
         self._chooser = TokenChooser(sampler)
-        # The steps that the device may still be busy with: id and what was chosen.
-        self._under_way: deque[tuple[int, Chosen]] = deque()
+        self._under_way: deque[_UnderWay] = deque()
         # Kept, because a new one would be brought to the device at every step.
         self._zero = mx.array(0, mx.int32)
         self.depth = 1 if store.updates_in_place else 0
@@ -52,20 +69,26 @@ class ModelRunner:
             self._store.check(group, arrays)
             self._store.copy_blocks(group, arrays.copy_src, arrays.copy_dst)
         batch = self._upload(host)
-        logits = self._adapter.forward(batch, self._store)
-        chosen = self._chooser.choose(logits, host, batch.token_ids)
-        self._store.submit(*chosen.arrays)
-        self._under_way.append((step.step_id, chosen))
+        output = self._adapter.run(batch, self._store)
+        chosen = self._chooser.choose(output.logits, host, batch.token_ids)
+        pooled = [] if output.pooled is None else [output.pooled]
+        self._store.submit(*chosen.arrays, *pooled)
+        ids = tuple(each.sequence.seq_id for each in host.pooled)
+        self._under_way.append(_UnderWay(step.step_id, chosen, ids, output.pooled))
 
     def collect(self) -> StepResult:
         """Wait for the oldest step under way.
 
         Returns:
             The new tokens; ``INVALID_TOKEN`` where a row's logits were not finite, or where all
-            tokens were forbidden.
+            tokens were forbidden. And what embeddings are made of.
         """
-        step_id, chosen = self._under_way.popleft()
-        return self._chooser.read(step_id, chosen)
+        step = self._under_way.popleft()
+        result = self._chooser.read(step.step_id, step.chosen)
+        if step.pooled is None:
+            return result
+        pooled = zip(step.pooled_ids, np.array(step.pooled), strict=True)
+        return replace(result, pooled=dict(pooled))
 
     def rest(self) -> None:
         """No sequence is left: forget what was kept for any."""
@@ -100,7 +123,7 @@ class ModelRunner:
         batch = upload(host)
         if not host.unread_sequences:
             return batch
-        _, before = self._under_way[-1]
+        before = self._under_way[-1].chosen
         places = [before.places[sequence.seq_id] for sequence in host.unread_sequences]
         # A row whose logits were not finite ends with this step; any token will do.
         tokens = mx.maximum(before.tokens, self._zero)

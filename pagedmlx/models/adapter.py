@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
+from pagedmlx.core.batch import PooledRows
 from pagedmlx.errors import UnsupportedModelError
 from pagedmlx.kv.layout import KVLayout
 from pagedmlx.kv.states import States
@@ -25,6 +27,20 @@ from pagedmlx.ops.base import AttentionBackend, PagedBatch
 
 MAX_GATHER_BYTES = 1 << 28
 """Most bytes that sequences which decode together gather in one layer."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelOutput:
+    """What a step gives; nothing of it is evaluated.
+
+    Attributes:
+        logits: (R, vocab_size) for ``BatchArrays.sample_rows``, in their order.
+        pooled: (E, hidden) float32, a sum of hidden states for each of ``BatchArrays.pooled``; None
+            if there are none.
+    """
+
+    logits: mx.array
+    pooled: mx.array | None = None
 
 
 class ModelAdapter:
@@ -88,38 +104,43 @@ class ModelAdapter:
         self._max_gathered = self._max_tokens_to_gather()
 
     def forward(self, batch: PagedBatch, store: KVStore) -> mx.array:
-        """Write the K and V of every row and return the logits of the rows that sample.
+        """As ``run``, for those who want logits only."""
+        return self.run(batch, store).logits
 
-        What the caller gets is not evaluated: it commits the logits together with the store, also
-        when there are none to sample from.
+    def run(self, batch: PagedBatch, store: KVStore) -> ModelOutput:
+        """Write the K and V of every row and return what is wanted of some rows.
+
+        What the caller gets is not evaluated: it commits all of it together with the store, also
+        when there are no logits to sample from.
 
         Args:
             batch: The step; its block copies are already done.
             store: A pool of this adapter's ``layout``.
-
-        Returns:
-            (R, vocab_size) for ``batch.host.sample_rows``, in their order.
         """
         if self.row_layout is not RowLayout.TOKEN_ROWS:
             return self._run_sequences(batch, store)
         if store.updates_in_place and isinstance(self.backend, PlansAhead):
+            # Compiled steps sample from every row, and so have none that only embeds.
             logits = self._compiled_for(store, self.backend)(batch)
             if logits is not None:
-                return logits
+                return ModelOutput(logits)
         return self._run_tokens(batch, store)
 
     def _compiled_for(self, store: KVStore, backend: PlansAhead) -> CompiledDecode:
         if self._compiled is None or self._compiled[0] is not store:
-            self._compiled = store, CompiledDecode(self._run_tokens, backend, store)
+            self._compiled = store, CompiledDecode(self._logits_of_tokens, backend, store)
         return self._compiled[1]
 
-    def _run_tokens(self, batch: PagedBatch, store: KVStore) -> mx.array:
+    def _logits_of_tokens(self, batch: PagedBatch, store: KVStore) -> mx.array:
+        return self._run_tokens(batch, store).logits
+
+    def _run_tokens(self, batch: PagedBatch, store: KVStore) -> ModelOutput:
         """The whole step in one call, (T, 1)."""
         return self._call(token_rows(batch), store)
 
-    def _run_sequences(self, batch: PagedBatch, store: KVStore) -> mx.array:
+    def _run_sequences(self, batch: PagedBatch, store: KVStore) -> ModelOutput:
         """One call for the sequences that decode, (B, 1), and one for each chunk, (1, L)."""
-        found: list[mx.array] = []
+        found: list[ModelOutput] = []
         parts = sequence_rows(
             batch,
             gathers=self.reads_gathers,
@@ -130,12 +151,18 @@ class ModelAdapter:
         for part in parts:
             if found:
                 # Pools that are updated functionally must have no pending reads.
-                store.submit(found[-1])
+                store.submit(*_arrays(found[-1]))
             found.append(self._call(part, store))
-        return found[0] if len(found) == 1 else mx.concatenate(found)
+        if len(found) == 1:
+            return found[0]
+        pooled = [each.pooled for each in found if each.pooled is not None]
+        return ModelOutput(
+            mx.concatenate([each.logits for each in found]),
+            mx.concatenate(pooled) if pooled else None,
+        )
 
-    def _call(self, part: Part, store: KVStore) -> mx.array:
-        """Call the model once; logits of the part's sampling rows."""
+    def _call(self, part: Part, store: KVStore) -> ModelOutput:
+        """Call the model once."""
         caches: list[Any] = [None] * len(self._tree.kinds)
         for index, group in enumerate(self.layout.groups):
             rows = GroupRows(store, self.backend, part, index, group.window)
@@ -146,11 +173,14 @@ class ModelAdapter:
         # With no row to sample from, one row goes to the head but is never computed.
         selected = mx.array(sample_rows or [0])
         num_rows = part.batch.host.num_rows
+        pooled: mx.array | None = None
 
         def select(hidden: mx.array) -> mx.array:
+            nonlocal pooled
             by_row = hidden
             if hidden.shape[1] > 1:
                 by_row = hidden.reshape(num_rows, 1, hidden.shape[-1])
+            pooled = _pool(by_row, part.batch.host.pooled)
             return by_row if len(sample_rows) == num_rows else by_row[selected]
 
         with self._selection.using(select):
@@ -169,8 +199,8 @@ class ModelAdapter:
                 States(tuple(tuple(each.cache) for each in states)),
             )
         if not sample_rows:
-            return mx.zeros((0, self.vocab_size), dtype=logits.dtype)
-        return logits.squeeze(1)
+            return ModelOutput(mx.zeros((0, self.vocab_size), dtype=logits.dtype), pooled)
+        return ModelOutput(logits.squeeze(1), pooled)
 
     def _take_states(self, part: Part, store: KVStore, caches: list[Any]) -> list[ArraysCache]:
         """Put the sequences' states into mlx-lm's own caches, which hold nothing else."""
@@ -227,3 +257,15 @@ class ModelAdapter:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _pool(by_row: mx.array, wanted: tuple[PooledRows, ...]) -> mx.array | None:
+    """Sums of hidden states, (T, 1, hidden), over rows; in float32 whatever their type is."""
+    if not wanted:
+        return None
+    parts = [by_row[each.rows.start : each.rows.stop, 0] for each in wanted]
+    return mx.stack([part.astype(mx.float32).sum(axis=0) for part in parts])
+
+
+def _arrays(output: ModelOutput) -> list[mx.array]:
+    return [output.logits] if output.pooled is None else [output.logits, output.pooled]

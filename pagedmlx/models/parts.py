@@ -9,7 +9,7 @@ from enum import StrEnum
 import mlx.core as mx
 import numpy as np
 
-from pagedmlx.core.batch import BatchArrays, GroupArrays
+from pagedmlx.core.batch import BatchArrays, GroupArrays, PooledRows
 from pagedmlx.ops.base import GroupBatch, PagedBatch
 
 
@@ -143,6 +143,11 @@ def _slice(batch: PagedBatch, first: int, count: int, start: int, end: int) -> P
                 copy_dst=nothing,
             )
             for group in host.groups
+        ),
+        pooled=tuple(
+            PooledRows(each.sequence, range(each.rows.start - start, each.rows.stop - start))
+            for each in host.pooled
+            if start <= each.rows.start < end
         ),
     )
     return PagedBatch(
