@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
+from pagedmlx.config import EngineConfig
+from pagedmlx.engine.load import load_engine
 from tests.support.answers import ARGUMENTS, CALLS, TOOLS, Message, gather
 from tests.support.scripted import MODELS, playing
 from tests.support.server import RunningServer, serving
+from tests.support.tiny_models import save_tiny_folder
 
 ASK: Any = [{"role": "user", "content": "How is the weather in Oslo?"}]
 THOUGHT_OF_HARMONY = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
@@ -292,6 +297,36 @@ def test_a_model_without_a_template_refuses_before_any_stream():
                     stream=stream,
                 )
         assert client.completions.create(model="tiny", prompt="a").choices[0].text == "Hello"
+
+
+def test_a_model_that_says_anything_calls_the_tool_that_it_must(tmp_path: Path):
+    folder = save_tiny_folder(tmp_path / "tiny", max_model_len=2048)
+    config = EngineConfig(str(folder), num_blocks=160, check_integrity=True)
+    levels = {"type": "array", "items": {"enum": [1, 2, 3]}, "maxItems": 2}
+    schema = {"type": "object", "properties": {"levels": levels}, "required": ["levels"]}
+    tools = [
+        {"type": "function", "function": {"name": "set_levels", "parameters": schema}},
+        {"type": "function", "function": {"name": "do_nothing"}},
+    ]
+    with serving(partial(load_engine, config)) as server:
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            for choice in ("required", {"type": "function", "function": {"name": "set_levels"}}):
+                message = ask(
+                    client,
+                    tools=tools,
+                    tool_choice=choice,
+                    parallel_tool_calls=False,
+                    seed=7,
+                    temperature=1.0,
+                )
+                assert message.finish_reason == "tool_calls"
+                assert message.content is None
+                (call,) = message.calls
+                if choice != "required":
+                    assert call.name == "set_levels"
+                if call.name == "set_levels":
+                    assert set(json.loads(call.arguments)["levels"]) <= {1, 2, 3}
+        server.assert_idle()
 
 
 def test_reasoning_of_the_history_must_be_text(server: RunningServer):
