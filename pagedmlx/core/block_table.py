@@ -53,14 +53,14 @@ class BlockTable:
             self.pool.share(block)
             self._push(block)
 
-    def replace_shared(self, index: int) -> tuple[Block, Block]:
-        """Copy on write: put a new block in the place of a shared one.
+    def replace(self, index: int) -> tuple[Block, Block]:
+        """Copy on write: put a new block in the place of one whose content others may want.
 
         Returns:
             The old block, whose content must be copied, and the new one.
         """
         old = self.blocks[index]
-        assert old.ref_count > 1, "only a shared block is copied"
+        assert old.ref_count > 1 or old.block_hash is not None, "nobody else wants its content"
         new = self.pool.allocate()
         self.blocks[index] = new
         self._ids[index] = new.block_id

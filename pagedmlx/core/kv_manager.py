@@ -17,13 +17,18 @@ from pagedmlx.core.prefix import HashFunction, PrefixEntry, PrefixIndex, hash_to
 from pagedmlx.core.sequence import Sequence
 from pagedmlx.core.step import BlockCopy
 
+MIN_PARTIAL_TOKENS = 4
+"""Tokens that a partly equal block must save: copying it is a launch in every layer, which costs
+about as much as two or three tokens more in a prefill."""
+
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
     """Blocks that already hold K and V of a sequence's first tokens.
 
     Attributes:
-        blocks: For each group the blocks, the first one first.
+        blocks: For each group the blocks, the first one first. Of the last one only a beginning may
+            count; it is copied before anything is written behind that.
         entries: For each group the prefix entries of the full ones among them, where known.
         num_tokens: Tokens that they hold; always less than the sequence has.
     """
@@ -43,6 +48,7 @@ class KVManager:
         enable_prefix_caching: Index full blocks and reuse them.
         salts: What cached blocks depend on besides their tokens: model, KV type, ...
         hash_function: How block hashes are made; replaced in tests.
+        min_partial_tokens: Tokens that a partly equal cached block must save to be copied.
         num_kept_blocks: For each group, from how many blocks on cached ones are evicted before
             more memory is taken; None is all of them.
         slab_blocks: Blocks whose memory is taken and given back together.
@@ -57,6 +63,7 @@ class KVManager:
         enable_prefix_caching: bool = True,
         salts: tuple[str, ...] = (),
         hash_function: HashFunction = hash_tokens,
+        min_partial_tokens: int = MIN_PARTIAL_TOKENS,
         num_kept_blocks: tuple[int, ...] | None = None,
         slab_blocks: int = 1,
     ) -> None:
@@ -67,6 +74,7 @@ class KVManager:
         self.num_copies = 0
         self._salts = salts
         self._hash = hash_function
+        self._min_partial_tokens = min_partial_tokens
         self._slab_blocks = slab_blocks
         self._indexes = tuple(PrefixIndex() for _ in groups)
         self.pools = tuple(
@@ -113,7 +121,11 @@ class KVManager:
     # Admission: what can be shared, and whether the rest fits.
 
     def find_cached(self, sequence: Sequence) -> SharedPrefix:
-        """The longest cached prefix; the sequence's last token is never part of it."""
+        """The longest cached prefix; the sequence's last token is never part of it.
+
+        Where the next cached block begins like the sequence's next one, its beginning is part of
+        the prefix too.
+        """
         usable = self._num_usable_blocks(sequence)
         root = self._extend_hashes(sequence, usable)
         # Who waits looks again at each step: what was found is kept as far as it still stands.
@@ -137,11 +149,36 @@ class KVManager:
             for chain, entry in zip(chains, found, strict=True):
                 assert entry is not None
                 chain.append(entry)
+        beginnings, num_alike = self._find_beginnings(sequence, chains, root)
         return SharedPrefix(
-            blocks=tuple(tuple(entry.block for entry in chain) for chain in chains),
+            blocks=tuple(
+                (*(entry.block for entry in chain), *beginning)
+                for chain, beginning in zip(chains, beginnings, strict=True)
+            ),
             entries=tuple(map(tuple, chains)),
-            num_tokens=len(chains[0]) * self.block_size,
+            num_tokens=len(chains[0]) * self.block_size + num_alike,
         )
+
+    def _find_beginnings(
+        self, sequence: Sequence, chains: list[list[PrefixEntry]], root: bytes
+    ) -> tuple[tuple[tuple[Block, ...], ...], int]:
+        """For each group the block after its chain that begins most like the sequence's next one.
+
+        Returns:
+            No block or one for each group, and in how many tokens all of them are alike.
+        """
+        start = len(chains[0]) * self.block_size
+        most = min(self.block_size, sequence.num_tokens - start) - 1
+        if self.enable_prefix_caching and most >= self._min_partial_tokens:
+            tokens = tuple(sequence.token_ids[start : start + most])
+            found = [
+                prefix_index.find_beginning(tokens, chain[-1] if chain else None, root)
+                for prefix_index, chain in zip(self._indexes, chains, strict=True)
+            ]
+            num_alike = min(0 if each is None else each[1] for each in found)
+            if num_alike >= self._min_partial_tokens:
+                return tuple((each[0].block,) for each in found if each is not None), num_alike
+        return ((),) * len(chains), 0
 
     def no_prefix(self) -> SharedPrefix:
         """For a sequence that is to compute all of its tokens."""
@@ -180,13 +217,14 @@ class KVManager:
             keep_available: Blocks that must stay available for others.
         """
         needed = self.num_blocks_for(sequence.num_tokens) - len(prefix.blocks[0])
-        if prefix.num_tokens % self.block_size:
-            needed += 1  # the partly filled shared block will be copied on write
-        available = min(
-            pool.num_available_blocks - sum(block.ref_count == 0 for block in blocks)
-            for pool, blocks in zip(self.pools, prefix.blocks, strict=True)
-        )
-        return needed + keep_available - available
+        is_partial = prefix.num_tokens % self.block_size > 0
+        short: list[int] = []
+        for pool, blocks in zip(self.pools, prefix.blocks, strict=True):
+            available = pool.num_available_blocks - sum(block.ref_count == 0 for block in blocks)
+            # A last block that others hold must be copied; a cached one could be taken over.
+            must_copy = is_partial and blocks[-1].ref_count > 0
+            short.append(needed + must_copy + keep_available - available)
+        return max(short)
 
     def admit(self, sequence: Sequence, prefix: SharedPrefix) -> None:
         """Give a waiting sequence its shared blocks; allocates none."""
@@ -203,6 +241,9 @@ class KVManager:
     def try_allocate(self, sequence: Sequence, num_tokens: int) -> list[BlockCopy] | None:
         """Make room to write the next ``num_tokens`` tokens, copying shared blocks first.
 
+        A block that nobody else holds, but that is indexed, is copied too where there is room for
+        it, so that it stays cached; else it is written over and forgotten.
+
         Returns:
             The copies to schedule before the write, or None (and nothing changed) when the pool
             has too few blocks.
@@ -212,24 +253,22 @@ class KVManager:
         if self._may_write_at_once(sequence, start, end):
             self._note_pending(sequence, start, end)
             return []
-        num_blocks = self.num_blocks_for(end)
-        shared = [
-            [
-                index
-                for index in range(start // self.block_size, len(table))
-                if table.blocks[index].ref_count > 1
-            ]
-            for table in sequence.block_tables
-        ]
-        for table, indexes in zip(sequence.block_tables, shared, strict=True):
-            if not table.pool.can_allocate(len(indexes) + max(0, num_blocks - len(table))):
+        num_blocks, first = self.num_blocks_for(end), start // self.block_size
+        copied: list[list[int]] = []
+        for table in sequence.block_tables:
+            num_new = max(0, num_blocks - len(table))
+            written = [(index, table.blocks[index]) for index in range(first, len(table))]
+            shared = [index for index, block in written if block.ref_count > 1]
+            known = [i for i, block in written if block.ref_count > 1 or block.block_hash]
+            if not table.pool.can_allocate(len(shared) + num_new):
                 return None
+            copied.append(known if table.pool.can_allocate(len(known) + num_new) else shared)
         copies: list[BlockCopy] = []
-        for group, (table, indexes) in enumerate(zip(sequence.block_tables, shared, strict=True)):
+        for group, (table, indexes) in enumerate(zip(sequence.block_tables, copied, strict=True)):
             for index in indexes:
-                old, new = table.replace_shared(index)
+                old, new = table.replace(index)
                 copies.append(BlockCopy(group, old.block_id, new.block_id))
-            for block in table.blocks[start // self.block_size :]:
+            for block in table.blocks[first:]:
                 if block.block_hash is not None:
                     self._indexes[group].remove(block)  # its known content is about to change
             while len(table) < num_blocks:
@@ -240,16 +279,13 @@ class KVManager:
 
     def _may_write_at_once(self, sequence: Sequence, start: int, end: int) -> bool:
         """Whether all goes into last blocks that nobody else knows of: most steps of a stream."""
+        last = start // self.block_size
+        if (end - 1) // self.block_size > last:
+            return False
         for table in sequence.block_tables:
-            num_blocks = len(table.blocks)
-            if (
-                not (num_blocks - 1) * self.block_size
-                <= start
-                < end
-                <= num_blocks * self.block_size
-            ):
+            if len(table.blocks) != last + 1:
                 return False
-            block = table.blocks[-1]
+            block = table.blocks[last]
             if block.ref_count > 1 or block.block_hash is not None:
                 return False
         return True
@@ -349,8 +385,9 @@ class KVManager:
                 covered = len(table) * self.block_size
                 assert covered >= sequence.num_computed_tokens, "computed tokens have no block"
                 assert covered - sequence.num_computed_tokens < self.block_size, "idle block held"
-        for pool, counter in zip(self.pools, counts, strict=True):
+        for pool, prefix_index, counter in zip(self.pools, self._indexes, counts, strict=True):
             pool.check_integrity(counter)
+            prefix_index.check_integrity()
 
     def _note_pending(self, sequence: Sequence, start: int, end: int) -> None:
         if not self.enable_prefix_caching:

@@ -8,8 +8,10 @@ the whole chain, so that a collision can't serve another prompt's K and V.
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise, takewhile
 
 import numpy as np
 
@@ -55,11 +57,17 @@ class PrefixEntry:
     root: bytes
 
 
+def _tokens_of(entry: PrefixEntry) -> tuple[int, ...]:
+    return entry.token_ids
+
+
 class PrefixIndex:
     """Maps block hashes to indexed blocks; knows nothing of reference counts."""
 
     def __init__(self) -> None:
         self._entries: dict[bytes, PrefixEntry] = {}
+        # What goes on from each entry, or from each root, in the order of the tokens.
+        self._next: dict[PrefixEntry | bytes, list[PrefixEntry]] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -79,6 +87,20 @@ class PrefixIndex:
         if entry is None or entry.token_ids != token_ids or entry.parent is not parent:
             return None
         return entry if entry.root == root else None
+
+    def find_beginning(
+        self, token_ids: tuple[int, ...], parent: PrefixEntry | None, root: bytes
+    ) -> tuple[PrefixEntry, int] | None:
+        """The entry after this chain that begins most like these tokens, and for how many."""
+        entries = self._next.get(parent or root)
+        if entries is None:
+            return None
+        # In sorted order nothing is more alike than one of the two neighbours.
+        place = bisect_left(entries, token_ids, key=_tokens_of)
+        around = entries[max(0, place - 1) : place + 1]
+        lengths = [_num_alike(entry.token_ids, token_ids) for entry in around]
+        longest = max(lengths)
+        return (around[lengths.index(longest)], longest) if longest else None
 
     def publish(
         self,
@@ -100,9 +122,11 @@ class PrefixIndex:
             self.remove(block)
         displaced = self._entries.get(block_hash)
         if displaced is not None:
-            displaced.block.block_hash = None
+            self.remove(displaced.block)
         entry = PrefixEntry(block, token_ids, parent, root)
         self._entries[block_hash] = entry
+        entries = self._next.setdefault(parent or root, [])
+        entries.insert(bisect_left(entries, token_ids, key=_tokens_of), entry)
         block.block_hash = block_hash
         return entry, displaced.block if displaced is not None else None
 
@@ -124,3 +148,27 @@ class PrefixIndex:
         entry = self._entries.pop(block.block_hash)
         assert entry.block is block
         block.block_hash = None
+        key = entry.parent or entry.root
+        entries = self._next[key]
+        del entries[bisect_left(entries, entry.token_ids, key=_tokens_of)]
+        if not entries:
+            del self._next[key]
+
+    def check_integrity(self) -> None:
+        """Assert that every entry is found by its beginning, and nothing else is."""
+        found = [entry for entries in self._next.values() for entry in entries]
+        assert len(found) == len(self._entries), "entries and beginnings differ in number"
+        assert set(found) == set(self._entries.values()), "a beginning has no entry"
+        for key, entries in self._next.items():
+            assert all(
+                (entry.parent or entry.root) is key or entry.root == key for entry in entries
+            )
+            tokens = [entry.token_ids for entry in entries]
+            assert all(a < b for a, b in pairwise(tokens)), "beginnings are out of order"
+
+
+def _num_alike(left: tuple[int, ...], right: tuple[int, ...]) -> int:
+    """Tokens at the beginning in which two runs agree."""
+    return sum(
+        1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False))
+    )

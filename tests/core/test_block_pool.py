@@ -51,7 +51,7 @@ def test_a_table_keeps_its_ids_in_step_with_its_blocks_however_long_it_grows() -
     assert table.as_array().tolist() == list(range(40))
     assert table.as_array(3).tolist() == [0, 1, 2]
     other.share(table.blocks[:2])
-    old, new = other.replace_shared(1)
+    old, new = other.replace(1)
     assert (old.block_id, new.block_id) == (1, 40)
     assert other.as_array().tolist() == [0, 40]
     assert (old.ref_count, new.ref_count) == (1, 1)

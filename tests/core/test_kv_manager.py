@@ -6,6 +6,7 @@ from pagedmlx.core.block import Block
 from pagedmlx.core.kv_manager import KVManager
 from pagedmlx.core.prefix import HashFunction
 from pagedmlx.core.sequence import Sequence
+from pagedmlx.core.step import BlockCopy
 from tests.support.core import (
     FULL,
     WINDOW,
@@ -226,17 +227,125 @@ def test_a_block_that_went_on_being_filled_by_its_sibling_is_copied() -> None:
 
 def test_writing_into_an_indexed_block_takes_it_out_of_the_index() -> None:
     """The sibling filled and published the shared block, then ended: its content is still named."""
-    kv = make_kv()
+    kv = make_kv(2)
     first = compute(kv, (*A, 5, 6))
     first.token_ids += [7, 8]
     finish_compute(kv, first)
     second = fork(kv, first)
     kv.release(first)
     assert num_cached(kv, (*A, *B, 0)) == 8
-    assert kv.try_allocate(second, 1) == []
+    assert kv.try_allocate(second, 1) == [], "there is no room for a copy"
     assert num_cached(kv, (*A, *B, 0)) == 4
     second.num_computed_tokens += 1
     kv.check_integrity([second])
+
+
+def test_an_indexed_block_is_copied_before_it_is_written_where_there_is_room() -> None:
+    kv = make_kv(3)
+    first = compute(kv, (*A, 5, 6))
+    first.token_ids += [7, 8]
+    finish_compute(kv, first)
+    second = fork(kv, first)
+    kv.release(first)
+    assert kv.try_allocate(second, 1) == [BlockCopy(0, 1, 2)]
+    assert num_cached(kv, (*A, *B, 0)) == 8
+    second.num_computed_tokens += 1
+    kv.check_integrity([second])
+
+
+# A cached block of which only the beginning is equal.
+
+
+def found(kv: KVManager, tokens: tuple[int, ...], *, salt: str = "") -> tuple[int, list[int]]:
+    """Tokens that a look-up finds, and the ids of their blocks in the first group."""
+    prefix = kv.find_cached(new_sequence(kv, tokens, salt=salt))
+    return prefix.num_tokens, [block.block_id for block in prefix.blocks[0]]
+
+
+def test_the_beginning_of_a_cached_block_is_part_of_a_hit() -> None:
+    kv = make_kv(min_partial_tokens=2)
+    kv.release(compute(kv, (*A, *B, 0)))
+    assert found(kv, (*A, 5, 6, 7, 0, 0)) == (7, [0, 1])
+    assert found(kv, (*A, 5, 6, 0)) == (6, [0, 1])
+    assert found(kv, (1, 2, 0, 0, 0)) == (2, [0])
+    assert found(kv, (*A, 5, 0, 0)) == (4, [0]), "one token is not worth a copy"
+    assert found(kv, (*A, 5, 6)) == (4, [0]), "the last token is never part of a hit"
+    assert found(kv, (*C, 5, 6, 7)) == (0, []), "not behind another history"
+    assert found(kv, (*A, 5, 6, 7, 0), salt="x") == (0, []), "nor under another salt"
+
+
+def test_a_few_equal_tokens_are_not_worth_a_copy() -> None:
+    kv = make_kv(block_size=8)
+    kv.release(compute(kv, (*A, *B)))
+    assert found(kv, (*A[:3], 0, 0, 0)) == (0, [])
+    assert found(kv, (*A, 0, 0, 0)) == (4, [0])
+
+
+def test_of_several_beginnings_the_longest_counts() -> None:
+    kv = make_kv(16, min_partial_tokens=1)
+    for tail in ((5, 6, 0, 0), (5, 6, 7, 1), (5, 7, 7, 7), (4, 6, 7, 8)):
+        kv.release(compute(kv, (*A, *tail)))
+    _, whole = found(kv, (*A, 5, 6, 7, 1, 0))
+    assert found(kv, (*A, 5, 6, 7, 8, 9)) == (7, whole)
+
+
+def test_a_beginning_is_copied_and_the_block_stays_what_it_was() -> None:
+    kv = make_kv(min_partial_tokens=2)
+    kv.release(compute(kv, A + B))
+    sequence = new_sequence(kv, (*A, 5, 6, 0, 0, 0))
+    kv.admit(sequence, kv.find_cached(sequence))
+    assert sequence.num_computed_tokens == 6
+    assert kv.try_allocate(sequence, 3) == [BlockCopy(0, 1, 2)]
+    assert sequence.block_tables[0].as_array().tolist() == [0, 2, 3]
+    sequence.num_computed_tokens = 9
+    kv.end_pending(sequence, 9)
+    kv.publish(sequence, 9)
+    assert num_cached(kv, (*A, *B, 0)) == num_cached(kv, (*A, 5, 6, 0, 0, 0)) == 8
+    kv.check_integrity([sequence])
+
+
+def test_in_a_full_pool_a_beginning_is_taken_over_and_needs_no_room() -> None:
+    kv = make_kv(2, min_partial_tokens=2)
+    kv.release(compute(kv, A + B))
+    sequence = new_sequence(kv, (*A, 5, 6, 0, 0))
+    prefix = kv.find_cached(sequence)
+    assert kv.num_blocks_short(sequence, prefix, 0) == 0
+    kv.admit(sequence, prefix)
+    assert kv.try_allocate(sequence, 2) == []
+    sequence.num_computed_tokens = 8
+    kv.publish(sequence, 8)
+    assert num_cached(kv, (*A, *B, 0)) == 6
+    assert num_cached(kv, (*A, 5, 6, 0, 0, 0)) == 8
+    kv.check_integrity([sequence])
+
+
+def test_a_beginning_that_another_one_holds_needs_room_for_its_copy() -> None:
+    kv = make_kv(2, min_partial_tokens=2)
+    holder = compute(kv, A + B)
+    sequence = new_sequence(kv, (*A, 5, 6, 0))
+    assert kv.num_blocks_short(sequence, kv.find_cached(sequence), 0) == 1
+    kv.check_integrity([holder])
+
+
+def test_every_group_must_have_the_beginning() -> None:
+    kv = make_kv(groups=(FULL, WINDOW), min_partial_tokens=2)
+    kv.release(compute(kv, A + B))
+    assert found(kv, (*A, 5, 6, 7, 0, 0)) == (7, [0, 1])
+    block = kv.find_cached(new_sequence(kv, (*A, *B, 0))).blocks[1][1]
+    kv._indexes[1].remove(block)
+    kv.pools[1].forget(block)
+    assert found(kv, (*A, 5, 6, 7, 0, 0)) == (4, [0])
+
+
+def test_a_block_that_is_still_being_computed_has_no_beginning_to_share() -> None:
+    kv = make_kv(min_partial_tokens=2)
+    sequence = new_sequence(kv, A + B)
+    kv.try_allocate(sequence, 8)
+    sequence.num_computed_tokens = 8
+    assert found(kv, (*A, 5, 6, 0, 0)) == (0, [])
+    kv.end_pending(sequence, 8)
+    kv.publish(sequence, 8)
+    assert found(kv, (*A, 5, 6, 0, 0)) == (6, [0, 1])
 
 
 def test_truncation_gives_back_blocks_and_never_spoils_what_others_may_find() -> None:
@@ -251,7 +360,7 @@ def test_truncation_gives_back_blocks_and_never_spoils_what_others_may_find() ->
     assert num_cached(kv, (*A, *B, 0)) == 8, "still there, nobody has written yet"
     sequence.token_ids += [0, 0]
     finish_compute(kv, sequence)
-    assert num_cached(kv, (*A, *B, 0)) == 4
+    assert num_cached(kv, (*A, *B, 0)) == 8, "what was written went into a copy"
     assert num_cached(kv, (*A, 5, 6, 0, 0, 0)) == 8
 
 

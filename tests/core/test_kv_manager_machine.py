@@ -17,6 +17,7 @@ from tests.support.strategies import (
     cache_salts,
     hash_functions,
     kv_groups,
+    min_partial_tokens,
     prompts,
 )
 
@@ -39,6 +40,7 @@ class KVManagerMachine(RuleBasedStateMachine):
         groups=kv_groups,
         hash_function=hash_functions,
         prefix_caching=st.sampled_from([True, True, True, False]),
+        min_partial_tokens=min_partial_tokens,
     )
     def start(
         self,
@@ -47,6 +49,7 @@ class KVManagerMachine(RuleBasedStateMachine):
         groups: tuple[KVGroup, ...],
         hash_function: HashFunction,
         prefix_caching: bool,
+        min_partial_tokens: int,
     ) -> None:
         self.kv = make_kv(
             num_blocks,
@@ -54,6 +57,7 @@ class KVManagerMachine(RuleBasedStateMachine):
             groups=groups,
             hash_function=hash_function,
             prefix_caching=prefix_caching,
+            min_partial_tokens=min_partial_tokens,
         )
         self.ghost = GhostMemory(self.kv)
 

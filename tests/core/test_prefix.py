@@ -23,6 +23,28 @@ def test_salts_are_told_apart_however_they_are_cut() -> None:
     assert root_hash("\ud800") != root_hash("?")
 
 
+def test_the_entry_that_begins_most_like_the_tokens_is_found_until_it_is_removed() -> None:
+    index = PrefixIndex()
+    first, _ = index.publish(Block(0), b"0", (1, 2, 3), None, b"root")
+    entries = {
+        tokens: index.publish(Block(tokens[-1]), bytes(tokens), tokens, first, b"root")[0]
+        for tokens in ((4, 5, 6), (4, 5, 9), (7, 5, 8))
+    }
+    assert index.find_beginning((4, 5, 8), first, b"root") == (entries[4, 5, 6], 2)
+    assert index.find_beginning((7, 5, 8), first, b"root") == (entries[7, 5, 8], 3)
+    assert index.find_beginning((9, 9, 9), first, b"root") is None
+    assert index.find_beginning((4, 5, 8), None, b"root") is None
+    assert index.find_beginning((1, 2, 8), None, b"root") == (first, 2)
+    assert index.find_beginning((1, 2, 8), None, b"other") is None
+    index.check_integrity()
+    for entry in (entries[4, 5, 6], entries[7, 5, 8], first):
+        index.remove(entry.block)
+        index.check_integrity()
+    assert index.find_beginning((4, 5, 8), first, b"root") == (entries[4, 5, 9], 2)
+    index.remove(entries[4, 5, 9].block)
+    assert not index._next
+
+
 def test_a_block_indexed_anew_leaves_its_old_name() -> None:
     index = PrefixIndex()
     block = Block(0, ref_count=1)

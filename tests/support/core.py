@@ -15,7 +15,8 @@ import numpy as np
 from pagedmlx.config import EngineConfig
 from pagedmlx.core.batch import NO_BLOCK, BatchArrays, GroupArrays, build_batch
 from pagedmlx.core.groups import KVGroup, KVGroupKind
-from pagedmlx.core.kv_manager import KVManager
+from pagedmlx.core.kv_manager import MIN_PARTIAL_TOKENS, KVManager
+from pagedmlx.core.pooling import Pooling
 from pagedmlx.core.prefix import HashFunction, hash_tokens
 from pagedmlx.core.request import Request
 from pagedmlx.core.sampling_params import SamplingParams
@@ -48,6 +49,7 @@ def make_kv(
     prefix_caching: bool = True,
     salts: tuple[str, ...] = (),
     hash_function: HashFunction = hash_tokens,
+    min_partial_tokens: int = MIN_PARTIAL_TOKENS,
 ) -> KVManager:
     return KVManager(
         groups,
@@ -56,6 +58,7 @@ def make_kv(
         enable_prefix_caching=prefix_caching,
         salts=salts,
         hash_function=hash_function,
+        min_partial_tokens=min_partial_tokens,
     )
 
 
@@ -71,6 +74,7 @@ def make_request(
     min_tokens: int = 0,
     stop_token_ids: Iterable[int] = (),
     prompt_logprobs: int | None = None,
+    pooling: Pooling | None = None,
 ) -> Request:
     return Request(
         request_id=request_id,
@@ -82,6 +86,7 @@ def make_request(
         seed=seed,
         priority=priority,
         cache_salt=cache_salt,
+        pooling=pooling,
     )
 
 
@@ -103,6 +108,8 @@ def solo_output(request: Request, index: int, *, stop_strings: bool = False) -> 
     """What a candidate must say, whatever else goes on."""
     tokens = list(request.prompt_token_ids)
     output: list[int] = []
+    if request.pooling is not None:
+        return output
     while len(output) < request.max_output_tokens:
         token = next_token(request, index, tokens)
         tokens.append(token)
@@ -204,8 +211,8 @@ class Driver:
     stop_strings: bool = False
     depth: int = 0
     max_prompt_logits: int = 128
-    # How far the prompt's log probabilities have been told, by sequence.
-    told: dict[int, int] = field(default_factory=dict)
+    # Positions of the prompt of which something has been told, by sequence.
+    told: dict[int, range] = field(default_factory=dict)
     flying: list[tuple[Step, dict[int, int]]] = field(default_factory=list)
     scheduler: Scheduler = field(init=False)
     ghost: GhostMemory = field(init=False)
@@ -248,6 +255,7 @@ class Driver:
         batch = self.ghost.execute(step)
         unread = [entry.sequence for entry in step.scheduled if entry.is_unread]
         assert list(batch.unread_sequences) == unread
+        self._check_pooled(step, batch)
         before = self.flying[-1][1] if self.flying else {}
         assert all(sequence.seq_id in before for sequence in unread)
         return {
@@ -257,6 +265,19 @@ class Driver:
             for place, s in enumerate(batch.sample_sequences)
             if place not in batch.prompt_places
         }
+
+    def _check_pooled(self, step: Step, batch: BatchArrays) -> None:
+        """The rows that embeddings are made of are those of the step's positions."""
+        expected = [
+            (e.sequence, e.prompt_rows) for e in step.scheduled if e.sequence.request.pooling
+        ]
+        found = [
+            (each.sequence, [int(batch.positions[row]) for row in each.rows])
+            for each in batch.pooled
+        ]
+        assert found == [(sequence, list(rows)) for sequence, rows in expected if rows]
+        for each in batch.pooled:
+            assert not set(each.rows) & set(batch.sample_rows.tolist())
 
     def _update(self, step: Step, sampled: dict[int, int]) -> None:
         for sequence in self.scheduler.update(StepResult(step.step_id, sampled)):
@@ -282,7 +303,10 @@ class Driver:
             # A step of prompts alone that ends in the last tokens of some may look like one.
             streams = [e for e in step.scheduled if e.start >= e.sequence.num_prompt_tokens]
             assert not streams or step.num_prompt_tokens <= limit, "streams wait too long"
-        assert sum(len(entry.prompt_rows) for entry in step.scheduled) <= self.max_prompt_logits
+        num_prompt_logits = sum(
+            len(entry.prompt_rows) for entry in step.scheduled if not entry.sequence.request.pooling
+        )
+        assert num_prompt_logits <= self.max_prompt_logits
         for entry in step.scheduled:
             sequence = entry.sequence
             assert not sequence.is_finished
@@ -290,7 +314,7 @@ class Driver:
             end = entry.start + entry.num_tokens
             ahead = sequence.num_tokens_ahead - entry.needs_logits
             assert sequence.num_computed_tokens == end <= ahead
-            assert entry.needs_logits == (end == ahead)
+            assert entry.needs_logits == (end == ahead and not sequence.request.pooling)
             assert entry.is_unread == (end > sequence.num_tokens)
             self._check_prompt_rows(entry)
             for table in sequence.block_tables:
@@ -299,19 +323,23 @@ class Driver:
             assert sequence.num_overtaken <= config.max_overtakes
 
     def _check_prompt_rows(self, entry: ScheduledSequence) -> None:
-        """Each position of a prompt is told of once, in order, all before the first token."""
-        sequence = entry.sequence
-        wanted = sequence.index == 0 and sequence.request.params.prompt_logprobs is not None
-        last = sequence.num_prompt_tokens - 1 if wanted else 0
-        told = self.told.get(sequence.seq_id, 0)
+        """Each position that is wanted is told of once, in order, all before the first token."""
+        sequence, request = entry.sequence, entry.sequence.request
+        wanted = range(0)
+        if request.pooling is not None:
+            wanted = request.pooling.rows(sequence.num_prompt_tokens)
+        elif sequence.index == 0 and request.params.prompt_logprobs is not None:
+            wanted = range(sequence.num_prompt_tokens - 1)
+        end = entry.start + entry.num_tokens
+        told = self.told.get(sequence.seq_id, wanted[:0])
         if entry.prompt_rows:
-            assert entry.prompt_rows.start == told
-            assert entry.start <= told
-            assert entry.prompt_rows.stop == min(last, entry.start + entry.num_tokens)
-            self.told[sequence.seq_id] = told = entry.prompt_rows.stop
-        assert told >= min(last, entry.start + entry.num_tokens)
-        if entry.needs_logits:
-            assert told == last
+            assert entry.prompt_rows.start == told.stop
+            assert entry.start <= told.stop
+            assert entry.prompt_rows.stop == min(wanted.stop, end)
+            self.told[sequence.seq_id] = told = range(wanted.start, entry.prompt_rows.stop)
+        assert told.stop >= min(wanted.stop, end)
+        if end >= sequence.num_prompt_tokens:
+            assert told == wanted
 
     def run(self, max_steps: int = 1000) -> int:
         """Step until nothing is left; fails when that takes more than ``max_steps``."""
@@ -325,7 +353,11 @@ class Driver:
         for sequence in self.sequences:
             expected = solo_output(sequence.request, sequence.index, stop_strings=self.stop_strings)
             output = sequence.output_token_ids
-            if sequence.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            if sequence.request.pooling and sequence.finish_reason is not FinishReason.ABORT:
+                assert sequence.finish_reason is FinishReason.STOP
+                wanted = sequence.request.pooling.rows(sequence.num_prompt_tokens)
+                assert self.told[sequence.seq_id] == wanted
+            elif sequence.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
                 assert output == expected
                 at_limit = len(output) == sequence.request.max_output_tokens
                 if output[-1] in sequence.request.stop_token_ids or not at_limit:
@@ -368,6 +400,7 @@ def make_driver(
     max_num_waiting: int | None = None,
     depth: int = 0,
     max_prompt_logits: int = 128,
+    min_partial_tokens: int = MIN_PARTIAL_TOKENS,
 ) -> Driver:
     kv = make_kv(
         num_blocks,
@@ -375,6 +408,7 @@ def make_driver(
         groups=groups,
         prefix_caching=prefix_caching,
         hash_function=hash_function,
+        min_partial_tokens=min_partial_tokens,
     )
     config = EngineConfig(
         block_size=block_size,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
+from pagedmlx.core.pooling import Pooling
 from pagedmlx.core.prefix import hash_tokens
 from pagedmlx.core.request import Request
 from tests.support.core import (
@@ -20,6 +21,7 @@ from tests.support.core import (
 hash_functions = st.sampled_from([hash_tokens, hash_tokens, four_bit_hash, constant_hash])
 kv_groups = st.sampled_from([(FULL,), (FULL,), (FULL, WINDOW)])
 block_sizes = st.sampled_from([2, 4])
+min_partial_tokens = st.sampled_from([1, 1, 2, 4])
 cache_salts = st.sampled_from(["", "", "", "other"])
 
 # Most prompts begin alike and part ways somewhere.
@@ -35,18 +37,20 @@ def prompts(draw: st.DrawFn, max_size: int = 12) -> tuple[int, ...]:
 
 @st.composite
 def requests(draw: st.DrawFn, request_id: str) -> Request:
-    max_tokens = draw(st.integers(1, 10))
+    pooling = draw(st.sampled_from([None, None, None, None, *Pooling]))
+    max_tokens = 1 if pooling else draw(st.integers(1, 10))
     return make_request(
         draw(prompts()),
         max_tokens,
         request_id=request_id,
-        n=draw(st.sampled_from([1, 1, 1, 2, 3, 4])),
+        n=1 if pooling else draw(st.sampled_from([1, 1, 1, 2, 3, 4])),
         seed=draw(st.integers(0, 3)),
         priority=draw(st.sampled_from([0, 0, 0, 1, 2])),
         cache_salt=draw(cache_salts),
         min_tokens=draw(st.integers(0, max_tokens)),
         stop_token_ids=draw(st.sampled_from([(), (STOP_TOKEN,)])),
         prompt_logprobs=draw(st.sampled_from([None, None, None, 0])),
+        pooling=pooling,
     )
 
 
@@ -65,4 +69,5 @@ def drivers(draw: st.DrawFn) -> Driver:
         max_overtakes=draw(st.sampled_from([64, 3, 1, 0])),
         max_prompt_logits=draw(st.sampled_from([128, 4, 1])),
         depth=draw(st.sampled_from([0, 1])),
+        min_partial_tokens=draw(min_partial_tokens),
     )
