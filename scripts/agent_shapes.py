@@ -248,11 +248,13 @@ class Turn:
 
     Attributes:
         asked: What the user says; empty if only results of tools have come.
+        thought: The model's reasoning, if it is one that reasons.
         said: The model's text.
         calls: Its calls, after the text.
     """
 
     asked: str = ""
+    thought: str = "Let me think about what comes next: one step at a time, nothing made up."
     said: str = ""
     calls: tuple[Call, ...] = ()
 
@@ -279,8 +281,8 @@ _BASKET = """\
 TURNS = (
     Turn(
         "The total of a basket is wrong when a kind of fruit has no price. Find out why.",
-        "I'll look at the basket and at its prices.",
-        (
+        said="I'll look at the basket and at its prices.",
+        calls=(
             Call(
                 "find_files",
                 {"pattern": "**/*.py", "path": "/home/user/orchard"},

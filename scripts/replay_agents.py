@@ -7,7 +7,8 @@ chat completions, one over responses, one over Anthropic's messages. What the se
 back into the conversation in the agent's way, so that all that rewrites a history is in the test:
 ids, arguments that are parsed and written anew, times and marks that change. No model of this size
 works on code, so the tokens that it chooses are replaced by those of a record, and everything else
-is as ever: prompts are computed, K and V stored, shared and found again; `tiny` has random weights.
+is as ever: prompts are computed, K and V stored, shared and found again. `tiny` has random weights;
+so has `thinking`, whose template knows tools, and reasoning until the user speaks again.
 The exit code is 1 if an answer isn't what was recorded, or if less than 90 % of the prompts'
 tokens, from each agent's second turn on, came from the cache.
 """
@@ -37,7 +38,7 @@ from pagedmlx.engine.engine import Engine
 from pagedmlx.engine.load import load_engine
 from scripts.agent_shapes import SYSTEM, TOOLS, TURNS, Turn
 from scripts.report import save
-from tests.support.agent_model import save_agent_folder
+from tests.support.agent_model import THINKING_TEMPLATE, save_agent_folder
 from tests.support.server import serving
 
 LEAST_HITS = 0.9
@@ -102,9 +103,10 @@ class RecordedRunner:
 def recorded_engine(config: EngineConfig) -> Engine:
     """The engine with the record of all agents; each turn of each agent has a seed."""
     engine = load_engine(config)
-    end = min(engine.tokenizer.eos_token_ids)
+    end, style = min(engine.tokenizer.eos_token_ids), engine.answer_style
+    encode = partial(engine.tokenizer.encode, add_special_tokens=False)
     record = {
-        seed(agent, turn): [*engine.tokenizer.encode(written(each), add_special_tokens=False), end]
+        seed(agent, turn): [*encode(written(each, thinks=style.reasons)), end]
         for agent in range(len(AGENTS))
         for turn, each in enumerate(TURNS)
     }
@@ -338,15 +340,17 @@ class Messages:
 AGENTS: tuple[Callable[[str], Agent], ...] = (StreamedChat, WholeChat, Responses, Messages)
 
 
-def written(turn: Turn) -> str:
-    """What a model writes for a turn, in the generic syntax of calls."""
+def written(turn: Turn, *, thinks: bool) -> str:
+    """What a model writes for a turn; calls in the generic syntax."""
     calls = [
         "<tool_call>\n"
         + json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False)
         + "\n</tool_call>"
         for call in turn.calls
     ]
-    return "\n\n".join(filter(None, (turn.said, "\n".join(calls))))
+    thought = f"<think>\n{turn.thought}\n</think>\n\n" if thinks else ""
+    between = "\n" if thinks else "\n\n"
+    return thought + between.join(filter(None, (turn.said, "\n".join(calls))))
 
 
 def replay(number: int, agent: Agent) -> dict[str, Any]:
@@ -392,13 +396,16 @@ def replay(number: int, agent: Agent) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", default="tiny", help="tiny, or what pagedmlx serve takes")
+    parser.add_argument(
+        "--model", default="tiny", help="tiny, thinking, or what pagedmlx serve takes"
+    )
     parser.add_argument("--json", default="-", metavar="FILE")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model: str = options.model
-        if model == "tiny":
-            model = str(save_agent_folder(Path(folder) / "tiny"))
+        if model in ("tiny", "thinking"):
+            template = THINKING_TEMPLATE if model == "thinking" else None
+            model = str(save_agent_folder(Path(folder) / model, template=template))
         config = EngineConfig(model, num_blocks=NUM_BLOCKS)
         with (
             serving(

@@ -11,6 +11,57 @@ from mlx.utils import tree_flatten
 from tests.support.tiny_models import CONFIGS, build_model
 from tests.support.tokenizers import smollm2_tokenizer
 
+THINKING_TEMPLATE = """\
+{%- if tools %}<|im_start|>system
+{% if messages[0].role == 'system' %}{{ messages[0].content }}
+
+{% endif %}# Tools
+<tools>{% for tool in tools %}
+{{ tool | tojson }}{% endfor %}
+</tools>
+Call them as <tool_call>
+{"name": NAME, "arguments": OBJECT}
+</tool_call><|im_end|>
+{% elif messages[0].role == 'system' %}<|im_start|>system
+{{ messages[0].content }}<|im_end|>
+{% endif %}
+{%- set state = namespace(asked=0) %}
+{%- for message in messages if message.role == 'user' %}
+{%- set state.asked = state.asked + 1 %}
+{%- endfor %}
+{%- set seen = namespace(asked=0) %}
+{%- for message in messages %}
+{%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}
+{%- if message.role == 'user' %}{% set seen.asked = seen.asked + 1 %}{% endif %}<|im_start|>
+{{- message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- elif message.role == 'assistant' %}<|im_start|>assistant
+{% if message.reasoning_content and seen.asked == state.asked %}<think>
+{{ message.reasoning_content.strip() }}
+</think>
+
+{% endif %}{{ message.content }}
+{%- for call in message.tool_calls or [] %}{% set tool_call = call.function %}
+{%- if message.content or not loop.first %}{{ '\\n' }}{% endif %}<tool_call>
+{{ '{"name": "' + tool_call.name + '", "arguments": ' }}
+{{- tool_call.arguments | tojson }}{{ '}' }}
+</tool_call>{% endfor %}<|im_end|>
+{% elif message.role == 'tool' %}
+{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}
+<tool_response>
+{{ message.content }}
+</tool_response>
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>
+{% endif %}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% if enable_thinking is defined and enable_thinking is false %}<think>
+
+</think>
+
+{% endif %}{% endif %}"""
+"""A chat template that knows tools, and reasoning, which it forgets when the user speaks again."""
+
 
 def save_agent_folder(path: Path, *, template: str | None = None, max_len: int = 16384) -> Path:
     """Write a folder that loads: random weights, and the tokenizer of the embedded model.
