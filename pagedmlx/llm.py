@@ -18,6 +18,7 @@ from pagedmlx.engine.flight import Flight
 from pagedmlx.engine.inputs import PreparedJob
 from pagedmlx.engine.load import load_engine
 from pagedmlx.engine.outputs import Job, Messages, OutputEvent, RequestOutput, refused_output
+from pagedmlx.engine.turn import Turn
 from pagedmlx.engine.worker import EngineWorker
 from pagedmlx.errors import InvalidRequestError
 from pagedmlx.progress import ProgressCallback
@@ -114,25 +115,54 @@ class LLM:
         *,
         priority: int = 0,
         chat_template_kwargs: dict[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool = True,
+        reasoning_effort: str | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or many, written out by the model's chat template.
+
+        Each output has its ``message``: content, reasoning and calls told apart. Its ``text`` is
+        all that the model wrote, with the marks around reasoning and calls.
+
+        Args:
+            messages: One conversation, or many.
+            sampling_params: For all, or one each; default ``default_sampling_params``.
+            priority: Larger is served first.
+            chat_template_kwargs: Further variables for the chat template.
+            tools: What the model may call, in OpenAI's form.
+            tool_choice: ``auto``, ``none``, ``required`` or one tool, in OpenAI's form.
+            parallel_tool_calls: Whether several calls may be made at once.
+            reasoning_effort: ``none`` to ``max``.
 
         Raises:
             InvalidRequestError: A conversation can't be served; none is run then.
         """
         listed = [messages] if _is_conversation(messages) else list(messages)
         params = self._one_each(sampling_params, len(listed))
-        return self._run_all(
-            [
-                Job(
-                    messages=cast("Messages", conversation),
-                    sampling_params=each,
-                    priority=priority,
-                    chat_template_kwargs=chat_template_kwargs or {},
-                )
-                for conversation, each in zip(listed, params, strict=True)
-            ]
-        )
+        engine = self._worker.engine
+        turns = [
+            Turn.read(
+                engine,
+                cast("Messages", conversation),
+                tools=tools,
+                tool_choice=tool_choice,
+                parallel_tool_calls=parallel_tool_calls,
+                reasoning_effort=reasoning_effort,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+            for conversation in listed
+        ]
+        jobs = [
+            turn.job(engine, each, priority=priority)
+            for turn, each in zip(turns, params, strict=True)
+        ]
+        prepared = [self._worker.prepare(job) for job in jobs]
+        outputs = self._run_prepared(prepared)
+        return [
+            turn.with_messages(engine, each, output)
+            for turn, each, output in zip(turns, prepared, outputs, strict=True)
+        ]
 
     def stream(
         self,
@@ -254,7 +284,9 @@ class LLM:
 
     def _run_all(self, jobs: Iterable[Job]) -> list[RequestOutput]:
         # All are checked before any is run.
-        prepared = [self._worker.prepare(job) for job in jobs]
+        return self._run_prepared([self._worker.prepare(job) for job in jobs])
+
+    def _run_prepared(self, prepared: Sequence[PreparedJob]) -> list[RequestOutput]:
         outputs: dict[str, RequestOutput] = {}
         with closing(Flight(self._worker, _MAX_IN_FLIGHT).run(prepared)) as finished:
             for output in finished:

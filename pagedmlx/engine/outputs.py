@@ -8,6 +8,7 @@ from typing import Any
 
 from pagedmlx.core.sampling_params import SamplingParams
 from pagedmlx.errors import PagedMLXError
+from pagedmlx.text.answer_parts import AssistantMessage
 
 Messages = Sequence[Mapping[str, Any]]
 """A conversation: objects with ``role`` and ``content``, as in OpenAI's chat API."""
@@ -163,6 +164,8 @@ class CompletionOutput:
         finish_reason: None while it goes on, then ``stop``, ``length``, ``abort`` or ``error``.
         stop_reason: The stop string or token id that ended it; None for the model's own end.
         logprobs: One for each of ``token_ids``; None if the request did not ask.
+        message: The text taken apart into content, reasoning and calls of tools; None if nobody
+            has done so.
     """
 
     index: int
@@ -172,6 +175,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     logprobs: tuple[PositionLogprobs, ...] | None = None
+    message: AssistantMessage | None = None
 
     @property
     def shown_logprobs(self) -> tuple[PositionLogprobs, ...]:

@@ -11,9 +11,9 @@ from typing import Any, Protocol
 from pagedmlx.core.sampling_params import SamplingParams
 from pagedmlx.core.structured import StructuredOutputs
 from pagedmlx.engine.inputs import PreparedJob
-from pagedmlx.engine.outputs import Job, Messages
+from pagedmlx.engine.outputs import Job, Messages, RequestOutput
 from pagedmlx.errors import InvalidRequestError
-from pagedmlx.text.answer_parser import AnswerParser, answer_parser
+from pagedmlx.text.answer_parser import AnswerParser, answer_parser, parse_answer, to_message
 from pagedmlx.text.answer_style import AnswerStyle, ToolSyntax, json_syntax
 from pagedmlx.text.messages import normalize_messages
 from pagedmlx.text.reasoning import effort_variables
@@ -152,6 +152,20 @@ class Turn:
             syntax=self._syntax(style, prepared.params),
             is_thinking=_opens_thought(model.tokenizer, style, prepared.prompt_token_ids),
             max_calls=None if self.parallel_tool_calls else 1,
+        )
+
+    def with_messages(
+        self, model: ChatModel, prepared: PreparedJob, output: RequestOutput
+    ) -> RequestOutput:
+        """The job's finished output with what its texts say, taken apart."""
+        return replace(
+            output,
+            outputs=tuple(
+                replace(
+                    each, message=to_message(parse_answer(self.parser(model, prepared), each.text))
+                )
+                for each in output.outputs
+            ),
         )
 
     @property

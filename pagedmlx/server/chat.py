@@ -27,12 +27,11 @@ from pagedmlx.server.logprobs import chat_logprobs, prompt_logprobs
 from pagedmlx.server.service import Service
 from pagedmlx.server.structured import read_structured
 from pagedmlx.server.writer import Piece
-from pagedmlx.text.answer_parser import content_text, reasoning_text, tool_calls
+from pagedmlx.text.answer_parser import to_message
 from pagedmlx.text.answer_parts import (
     AnswerPart,
     ReasoningPart,
     TextPart,
-    ToolCall,
     ToolCallArguments,
     ToolCallBegin,
 )
@@ -141,21 +140,16 @@ class ChatWriter:
 
     def choice(self, piece: Piece) -> dict[str, Any]:
         """One choice of a whole answer."""
-        calls = tool_calls(piece.parts)
-        content = content_text(piece.parts)
+        said = to_message(piece.parts)
         message: dict[str, Any] = {
             "role": "assistant",
-            "content": content or (None if calls else ""),
+            "content": said.content or (None if said.tool_calls else ""),
             "refusal": None,
         }
-        reasoning = reasoning_text(piece.parts)
-        if reasoning and self.shows_reasoning:
-            message |= _reasoning(reasoning)
-        if calls:
-            message["tool_calls"] = [
-                {"id": call.call_id, "type": "function", "function": _function(call)}
-                for call in calls
-            ]
+        if said.reasoning and self.shows_reasoning:
+            message |= _reasoning(said.reasoning)
+        if said.tool_calls:
+            message["tool_calls"] = [call.as_dict() for call in said.tool_calls]
         return {
             "index": piece.index,
             "message": message,
@@ -205,10 +199,6 @@ class ChatWriter:
 def _reasoning(text: str) -> dict[str, Any]:
     """Under both names that clients look for."""
     return {"reasoning_content": text, "reasoning": text}
-
-
-def _function(call: ToolCall) -> dict[str, Any]:
-    return {"name": call.name, "arguments": call.arguments}
 
 
 def _chunk(piece: Piece, delta: dict[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from pagedmlx.text.answer_parts import (
     AnswerPart,
+    AssistantMessage,
     ReasoningPart,
     TextPart,
     ToolCall,
@@ -98,26 +99,20 @@ def join_parts(parts: Sequence[AnswerPart]) -> list[AnswerPart]:
     return joined
 
 
-def tool_calls(parts: Sequence[AnswerPart]) -> list[ToolCall]:
-    """The calls among the parts."""
+def to_message(parts: Sequence[AnswerPart]) -> AssistantMessage:
+    """The message that the parts make."""
     begun = [part for part in parts if isinstance(part, ToolCallBegin)]
     texts = [""] * len(begun)
     for part in parts:
         if isinstance(part, ToolCallArguments):
             texts[part.index] += part.text
-    return [
-        ToolCall(call.call_id, call.name, text) for call, text in zip(begun, texts, strict=True)
-    ]
-
-
-def content_text(parts: Sequence[AnswerPart]) -> str:
-    """What is said to the user."""
-    return "".join(part.text for part in parts if isinstance(part, TextPart))
-
-
-def reasoning_text(parts: Sequence[AnswerPart]) -> str:
-    """What is said before, to itself."""
-    return "".join(part.text for part in parts if isinstance(part, ReasoningPart))
+    return AssistantMessage(
+        content="".join(part.text for part in parts if isinstance(part, TextPart)),
+        reasoning="".join(part.text for part in parts if isinstance(part, ReasoningPart)),
+        tool_calls=tuple(
+            ToolCall(call.call_id, call.name, text) for call, text in zip(begun, texts, strict=True)
+        ),
+    )
 
 
 def _key(part: AnswerPart) -> tuple[type[AnswerPart], int]:

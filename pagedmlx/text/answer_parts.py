@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,3 +75,32 @@ class ToolCall:
     call_id: str
     name: str
     arguments: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """OpenAI's form."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.call_id, "type": "function", "function": function}
+
+
+@dataclass(frozen=True, slots=True)
+class AssistantMessage:
+    """A whole answer, taken apart.
+
+    Attributes:
+        content: What is said to the user.
+        reasoning: What was said before, to itself.
+        tool_calls: The calls, in order.
+    """
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """The message of a conversation that goes on."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = [call.as_dict() for call in self.tool_calls]
+        return message

@@ -16,9 +16,9 @@ from pagedmlx.engine.grammars import grammar_backend
 from pagedmlx.engine.turn import ChatModel, Turn
 from pagedmlx.errors import InvalidRequestError
 from pagedmlx.models.tool_parsers import find_tool_syntax
-from pagedmlx.text.answer_parser import answer_parser, parse_answer, tool_calls
+from pagedmlx.text.answer_parser import answer_parser, parse_answer
 from pagedmlx.text.tokenizer import Tokenizer
-from tests.support.answers import CALLS, TOOLS, plain
+from tests.support.answers import CALLS, TOOLS, calls_of, plain
 from tests.support.scripted import MODELS
 
 ASK = [{"role": "user", "content": "Which?"}]
@@ -102,7 +102,7 @@ def test_whatever_is_written_where_a_call_must_be_made_is_one(name: str):
         parts = parse_answer(parser, text)
         assert parser.has_tool_calls, text
         assert {part[0] for part in plain(parts)} == {"call", "arguments", "end"}, text
-        for call in tool_calls(parts):
+        for call in calls_of(parts):
             names.add(call.name)
             arguments = json.loads(call.arguments)
             if call.name == "do_nothing":
@@ -127,7 +127,7 @@ def test_a_named_tool_is_the_only_one_that_can_be_called(name: str):
     )
     for seed in range(3):
         parser = turn.parser(model, _prepared(structured))
-        calls = tool_calls(parse_answer(parser, written(model, structured, seed)))
+        calls = calls_of(parse_answer(parser, written(model, structured, seed)))
         assert [(call.name, call.arguments) for call in calls] == [("do_nothing", "{}")]
 
 

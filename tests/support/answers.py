@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pagedmlx.models.tool_parsers import tool_syntax
-from pagedmlx.text.answer_parser import AnswerParser, join_parts
+from pagedmlx.text.answer_parser import AnswerParser, join_parts, to_message
 from pagedmlx.text.answer_parts import (
     AnswerPart,
     ReasoningPart,
     TextPart,
+    ToolCall,
     ToolCallArguments,
     ToolCallBegin,
     ToolCallEnd,
@@ -105,6 +106,11 @@ def in_pieces(parser: AnswerParser, pieces: Iterable[str]) -> list[AnswerPart]:
     """What a parser makes of a text that comes in pieces."""
     parts = [part for piece in pieces for part in parser.add(piece)]
     return join_parts([*parts, *parser.finish()])
+
+
+def calls_of(parts: Sequence[AnswerPart]) -> tuple[ToolCall, ...]:
+    """The calls among parts."""
+    return to_message(parts).tool_calls
 
 
 def plain(parts: Sequence[AnswerPart]) -> list[tuple[str, ...]]:

@@ -10,15 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagedmlx.text.answer_parser import (
-    answer_parser,
-    content_text,
-    parse_answer,
-    reasoning_text,
-    tool_calls,
-)
+from pagedmlx.text.answer_parser import answer_parser, parse_answer, to_message
 from pagedmlx.text.answer_style import HARMONY_TOKENS, AnswerStyle
-from tests.support.answers import ARGUMENTS, CALLS, TOOLS, in_pieces, plain, syntax_of
+from tests.support.answers import ARGUMENTS, CALLS, TOOLS, calls_of, in_pieces, plain, syntax_of
 
 THINK = AnswerStyle(think=("<think>", "</think>"))
 CHANNELS = AnswerStyle(
@@ -56,10 +50,10 @@ def test_every_syntax_gives_its_calls(name: str):
         for text in several:
             parser = answer_parser(THINK, tools=TOOLS, syntax=syntax_of(name))
             parts = in_pieces(parser, lead + text)
-            calls = tool_calls(parts)
+            calls = calls_of(parts)
             assert [each.name for each in calls] == ["get_weather"] * (1 + (text != call))
             assert all(json.loads(each.arguments) == ARGUMENTS for each in calls)
-            assert content_text(parts) == lead.strip()
+            assert to_message(parts).content == lead.strip()
             assert parser.has_tool_calls
             whole = answer_parser(THINK, tools=TOOLS, syntax=syntax_of(name))
             assert plain(parse_answer(whole, lead + text)) == plain(parts)
@@ -152,13 +146,13 @@ def test_only_the_first_call_is_kept_where_one_is_allowed():
 
 def test_a_models_own_ids_are_kept_and_others_have_the_form_its_template_takes():
     kimi = answer_parser(THINK, tools=TOOLS, syntax=syntax_of("kimi_k2"))
-    assert tool_calls(parse_answer(kimi, CALLS["kimi_k2"]))[0].call_id == "functions.get_weather:0"
+    assert calls_of(parse_answer(kimi, CALLS["kimi_k2"]))[0].call_id == "functions.get_weather:0"
     mistral = answer_parser(THINK, tools=TOOLS, syntax=syntax_of("mistral"))
-    call_id = tool_calls(parse_answer(mistral, CALLS["mistral"]))[0].call_id
+    call_id = calls_of(parse_answer(mistral, CALLS["mistral"]))[0].call_id
     assert len(call_id) == 9
     assert call_id.isalnum()
     parser = answer_parser(THINK, tools=TOOLS, syntax=JSON)
-    calls = tool_calls(parse_answer(parser, CALLS["json_tools"] * 2))
+    calls = calls_of(parse_answer(parser, CALLS["json_tools"] * 2))
     assert calls[0].call_id != calls[1].call_id
     assert calls[0].call_id.startswith("call_")
 
@@ -290,5 +284,5 @@ def test_plain_text_is_never_lost(text: str, kind: tuple):
     if "<think>" in text:
         return
     parts = parse_answer(answer_parser(style, tools=TOOLS, syntax=syntax), text)
-    assert content_text(parts) == text
-    assert reasoning_text(parts) == ""
+    assert to_message(parts).content == text
+    assert to_message(parts).reasoning == ""
