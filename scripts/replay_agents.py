@@ -110,7 +110,7 @@ def recorded_engine(config: EngineConfig) -> Engine:
         for agent in range(len(AGENTS))
         for turn, each in enumerate(TURNS)
     }
-    engine._runner = RecordedRunner(engine._runner, record)
+    engine._runner = RecordedRunner(engine._runner, record)  # type: ignore[assignment]
     return engine
 
 

@@ -13,14 +13,16 @@ def _as_in_chat(*names: str) -> tuple[Field, ...]:
 
 
 _SAMPLING = _as_in_chat("temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty")
-_SERVING = _as_in_chat("priority", "cache_salt", "chat_template_kwargs")
+_SERVING = _as_in_chat("structured_outputs", "priority", "cache_salt", "chat_template_kwargs")
 
 RESPONSE_FIELDS = (
     used("input", "Text, or items: messages, reasoning, function calls and their outputs."),
     used("instructions", "A system message in front; not kept for answers that go on from it."),
     used("previous_response_id", "Go on from a stored answer."),
     used("store", "Keep the answer, within the server's bounds; on."),
-    *_as_in_chat("model", "stream", "tools", "tool_choice", "parallel_tool_calls"),
+    *_as_in_chat("model", "stream", "parallel_tool_calls"),
+    used("tools", "function, custom, namespace; what OpenAI's own servers run is left out."),
+    used("tool_choice", "auto, none, required, one tool, or allowed_tools."),
     sampling("max_output_tokens", "Most tokens of an answer.", "max_tokens"),
     *_SAMPLING,
     *_as_in_chat("presence_penalty", "frequency_penalty", "stop"),
@@ -53,7 +55,7 @@ MESSAGE_FIELDS = (
     used("system", "A system message: text or text blocks."),
     *_as_in_chat("model", "stream"),
     sampling("max_tokens", "Most tokens of an answer; must be given."),
-    used("tools", "Functions that the model may call, each with `input_schema`."),
+    used("tools", "Functions with `input_schema`; what Anthropic's servers run is left out."),
     used("tool_choice", "auto, any, tool or none; `disable_parallel_tool_use`."),
     used("thinking", "enabled, adaptive or disabled, for models that can do both."),
     used("output_config", "`format`: a JSON schema; `effort`."),

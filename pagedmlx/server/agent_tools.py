@@ -7,6 +7,8 @@ from typing import Any, cast
 
 from pagedmlx.core.structured import StructuredOutputs
 from pagedmlx.errors import InvalidRequestError
+from pagedmlx.server.fields import renamed_error
+from pagedmlx.server.structured import read_structured
 
 
 def message_tools(value: object, *, strict: bool) -> tuple[list[dict[str, Any]], list[str]]:
@@ -68,28 +70,38 @@ def message_tool_choice(value: object) -> tuple[object, bool]:
     return ("required" if kind == "any" else kind), not alone
 
 
-def structured_outputs(value: object, where: str) -> StructuredOutputs | None:
-    """What an answer must look like; None is plain text.
+def read_format(
+    format: object, where: str, structured: object
+) -> tuple[StructuredOutputs | None, Mapping[str, str]]:
+    """What an answer must look like.
 
     Args:
-        value: A format of ``/v1/responses`` or of Anthropic's API.
+        format: Of ``/v1/responses`` or of Anthropic's API.
         where: Its place in the request.
+        structured: vLLM's field of that name.
+
+    Returns:
+        As ``read_structured`` does.
 
     Raises:
         InvalidRequestError: It is malformed.
     """
-    if value is None:
-        return None
-    fields = _object(value, where)
-    kind = fields.get("type")
-    _check_kind(fields, where, ("text", "json_object", "json_schema"))
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return StructuredOutputs(json_object=True)
-    if not isinstance(fields.get("schema"), Mapping):
-        raise InvalidRequestError(f"{where}.schema", "is missing or not an object")
-    return StructuredOutputs(json_schema=fields["schema"])
+    if isinstance(format, Mapping) and format.get("type") == "json_schema":
+        # The chat API has one level more.
+        format = {"type": "json_schema", "json_schema": format}
+    values = {"response_format": format, "structured_outputs": structured}
+    try:
+        wanted, renamed = read_structured(values)
+    except InvalidRequestError as error:
+        raise renamed_error(error, {error.field: _place(error.field, where)}) from error
+    return wanted, {name: _place(place, where) for name, place in renamed.items()}
+
+
+def _place(field: str, where: str) -> str:
+    """A field of the chat API's format, where it is in the request."""
+    if not field.startswith("response_format"):
+        return field
+    return where + field.removeprefix("response_format").removeprefix(".json_schema")
 
 
 def _check_kind(fields: Mapping[str, Any], where: str, kinds: tuple[str | None, ...]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -132,4 +133,4 @@ def _headers(unknown: Sequence[str]) -> dict[str, str]:
 
 
 def _is_plain(name: str) -> bool:
-    return len(name) <= 64 and name.isascii() and name.replace("_", "").replace("-", "").isalnum()
+    return len(name) <= 64 and re.fullmatch(r"[\w.-]+", name, re.ASCII) is not None

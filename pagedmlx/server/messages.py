@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from pagedmlx.engine.outputs import Job
 from pagedmlx.engine.turn import Turn
 from pagedmlx.errors import InvalidRequestError
 from pagedmlx.server.agent_fields import MESSAGE_FIELDS
-from pagedmlx.server.agent_tools import message_tool_choice, message_tools, structured_outputs
+from pagedmlx.server.agent_tools import message_tool_choice, message_tools, read_format
 from pagedmlx.server.agent_turn import read_turn
 from pagedmlx.server.answer import Ask, answer
 from pagedmlx.server.anthropic_format import MessageFormat
@@ -31,7 +32,6 @@ _RENAMED = {
     "prompt": "messages",
     "stop": "stop_sequences",
     "reasoning_effort": "output_config.effort",
-    "structured": "output_config.format",
 }
 
 
@@ -47,7 +47,7 @@ async def count_tokens(request: Request) -> Response:
     body = await read_json(request, service.settings)
     values, _ = sort_fields(body, MESSAGE_FIELDS, strict=service.settings.strict)
     service.check_model(typed(values, "model", str, None))
-    _, job, _ = await asyncio.to_thread(_turn, values, service)
+    job = (await asyncio.to_thread(_read_turn, values, service)).job
     encode = partial(engine.tokenizer.apply_chat_template, job.messages, **job.chat_template_kwargs)
     return JsonResponse({"input_tokens": len(await asyncio.to_thread(encode))})
 
@@ -57,51 +57,65 @@ def _read(body: dict[str, Any], service: Service) -> Ask:
     model = service.check_model(typed(values, "model", str, None))
     if "max_tokens" not in values:
         raise InvalidRequestError("max_tokens", "is missing")
-    turn, job, left_out = _turn(values, service)
+    asked = _read_turn(values, service)
 
     def format(head: Head, _prepared: Sequence[PreparedJob]) -> MessageFormat:
-        return MessageFormat(head, job.sampling_params.stop)
+        return MessageFormat(head, asked.job.sampling_params.stop)
 
     return Ask(
         id_prefix="msg_",
-        jobs=(job,),
+        jobs=(asked.job,),
         model=model,
         format=format,
         stream=typed(values, "stream", bool, False),
-        unknown=(*unknown, *(f"tools.{kind}" for kind in left_out)),
-        renamed=_RENAMED,
-        parser=partial(turn.parser, service.require_engine()),
+        unknown=(*unknown, *(f"tools.{kind}" for kind in asked.left_out)),
+        renamed=asked.renamed,
+        parser=partial(asked.turn.parser, service.require_engine()),
     )
 
 
-def _turn(values: Mapping[str, Any], service: Service) -> tuple[Turn, Job, list[str]]:
-    """The turn, its job, and types of tools that the model doesn't get."""
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What a request asks for.
+
+    Attributes:
+        turn: Of the assistant.
+        job: What the engine is to do.
+        left_out: Types of tools that the model doesn't get.
+        renamed: What the request calls fields that errors name.
+    """
+
+    turn: Turn
+    job: Job
+    left_out: Sequence[str]
+    renamed: Mapping[str, str]
+
+
+def _read_turn(values: Mapping[str, Any], service: Service) -> _Asked:
     engine = service.require_engine()
     wanted: dict[str, Any] = typed(values, "output_config", dict, {})
     format, where = wanted.get("format"), "output_config.format"
     if format is None:
         format, where = values.get("output_format"), "output_format"
-    params = sampling_params(
-        values,
-        MESSAGE_FIELDS,
-        engine.sampling_defaults,
-        _RENAMED,
-        structured=structured_outputs(format, where),
-    )
+    structured, places = read_format(format, where, values.get("structured_outputs"))
     tools, left_out = message_tools(values.get("tools"), strict=service.settings.strict)
+    renamed = {**_RENAMED, **({"grammar": "tools"} if tools else {}), **places}
+    params = sampling_params(
+        values, MESSAGE_FIELDS, engine.sampling_defaults, renamed, structured=structured
+    )
     choice, several = message_tool_choice(values.get("tool_choice"))
     turn, job = read_turn(
         values,
         engine,
         to_messages(values.get("system"), values.get("messages")),
         params,
-        _RENAMED,
+        renamed,
         tools=tools,
         tool_choice=choice,
         parallel_tool_calls=several,
         reasoning_effort=_effort(values.get("thinking"), wanted.get("effort"), engine.answer_style),
     )
-    return turn, job, left_out
+    return _Asked(turn, job, left_out, renamed)
 
 
 def _effort(thinking: object, effort: object, style: AnswerStyle) -> object:

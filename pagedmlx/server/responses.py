@@ -12,7 +12,7 @@ from starlette.responses import Response
 from pagedmlx.engine.inputs import PreparedJob
 from pagedmlx.errors import InvalidRequestError
 from pagedmlx.server.agent_fields import RESPONSE_FIELDS
-from pagedmlx.server.agent_tools import structured_outputs
+from pagedmlx.server.agent_tools import read_format
 from pagedmlx.server.agent_turn import read_turn
 from pagedmlx.server.answer import Ask, answer
 from pagedmlx.server.errors import JsonResponse
@@ -38,7 +38,6 @@ _RENAMED = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
-    "structured": "text.format",
 }
 
 
@@ -120,12 +119,16 @@ def _read(body: dict[str, Any], service: Service, *, owner: str) -> Ask:
     instructions = typed(values, "instructions", str, None)
     tools = read_tools(values.get("tools"), strict=service.settings.strict)
     engine = service.require_engine()
+    structured, places = read_format(
+        _text(values).get("format"), "text.format", values.get("structured_outputs")
+    )
+    renamed = {**_RENAMED, **({"grammar": "tools"} if tools.functions else {}), **places}
     params = sampling_params(
         values,
         RESPONSE_FIELDS,
         {"max_tokens": None, **engine.sampling_defaults},
-        _RENAMED,
-        structured=structured_outputs(_text(values).get("format"), "text.format"),
+        renamed,
+        structured=structured,
     )
     effort, summary = _reasoning(values)
     several = typed(values, "parallel_tool_calls", bool, True)
@@ -134,7 +137,7 @@ def _read(body: dict[str, Any], service: Service, *, owner: str) -> Ask:
         engine,
         to_messages(instructions, history, items),
         params,
-        _RENAMED,
+        renamed,
         tools=tools.functions,
         tool_choice=read_tool_choice(values.get("tool_choice")),
         parallel_tool_calls=several,
@@ -176,7 +179,7 @@ def _read(body: dict[str, Any], service: Service, *, owner: str) -> Ask:
         format=format,
         stream=typed(values, "stream", bool, False),
         unknown=(*unknown, *(f"tools.{kind}" for kind in tools.left_out)),
-        renamed=_RENAMED,
+        renamed=renamed,
         parser=partial(turn.parser, engine),
     )
 
