@@ -108,9 +108,7 @@ def test_several_choices_call_each_for_itself():
     with client_of("hermes", texts) as (client, _):
         create = client.chat.completions.create
         whole = gather([create(model="tiny", messages=ASK, tools=TOOLS, n=3)])
-        streamed = gather(
-            create(model="tiny", messages=ASK, tools=TOOLS, n=3, stream=True)  # type: ignore[call-overload]
-        )
+        streamed = gather(create(model="tiny", messages=ASK, tools=TOOLS, n=3, stream=True))
         assert streamed == whole
         assert [each.finish_reason for each in whole] == ["tool_calls", "stop", "tool_calls"]
         assert [each.reasoning for each in whole] == [None, None, "Hm."]
@@ -293,7 +291,7 @@ def test_a_model_without_a_template_refuses_before_any_stream():
                 client.chat.completions.create(
                     model="tiny",
                     messages=ASK,
-                    tools=TOOLS,  # type: ignore[arg-type]
+                    tools=TOOLS,
                     stream=stream,
                 )
         assert client.completions.create(model="tiny", prompt="a").choices[0].text == "Hello"

@@ -35,7 +35,7 @@ TIME = {
     "type": "function",
     "function": {"name": "get_time", "parameters": {"type": "object", "properties": {}}},
 }
-TOOLS = (WEATHER, TIME)
+TOOLS: Any = (WEATHER, TIME)
 ARGUMENTS = {"city": "Oslo", "days": 2}
 
 CALLS = {

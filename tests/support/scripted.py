@@ -92,7 +92,8 @@ class Model:
         backend = Backend.from_str(byte_level_backend().to_str())
         backend.add_special_tokens([AddedToken(each, normalized=False) for each in self.special])
         backend.add_tokens([AddedToken(each, normalized=False) for each in self.added])
-        ends = [] if self.end not in self.special else [backend.token_to_id(self.end)]
+        end = backend.token_to_id(self.end)
+        ends = [] if end is None or self.end not in self.special else [end]
         return wrap(backend, chat_template=self.template, eos_token_ids=ends)
 
 
