@@ -118,6 +118,13 @@ class KVManager:
         needed = self.num_blocks_for(sequence.num_tokens_ahead)
         return max(0, needed - len(sequence.block_tables[0]))
 
+    def num_promised_blocks(self, sequence: Sequence) -> int:
+        """Blocks to keep for a running one: what its tokens need, and one more if it may grow."""
+        num_held = len(sequence.block_tables[0].blocks)
+        longest = sequence.num_prompt_tokens + sequence.request.max_output_tokens - 1
+        needed = self.num_blocks_for(sequence.num_tokens_ahead) + 1
+        return max(0, min(needed, self.num_blocks_for(longest)) - num_held)
+
     # Admission: what can be shared, and whether the rest fits.
 
     def find_cached(self, sequence: Sequence) -> SharedPrefix:

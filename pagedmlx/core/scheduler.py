@@ -10,9 +10,9 @@ phases: a sequence simply has more known tokens than computed ones. The policy, 
   first prompt shares what there is with the others. One that can't get its next block takes the
   blocks of the last one in order, which then waits with its tokens kept.
 - Then waiting ones are admitted in order, as long as all their known tokens fit beside what
-  running prompts still need and a block for each running sequence to grow into. One that doesn't
-  fit may be passed by later ones, but only ``max_overtakes`` times; then nothing passes it until
-  it fits.
+  running prompts still need and one more block for each running sequence that may come to need
+  it. One that doesn't fit may be passed by later ones, but only ``max_overtakes`` times; then
+  nothing passes it until it fits.
 - A sequence whose next block is being computed by a step under way waits for that step and then
   shares it, so that a burst with one system prompt computes it once.
 - A sequence that follows a grammar skips the step after each of its own: its token must be read
@@ -275,7 +275,8 @@ class Scheduler:
         if not self.waiting:
             return
         blocked: list[Sequence] = []
-        promised = sum(self.kv.num_missing_blocks(sequence) for sequence in self.running)
+        # Each that runs keeps a block to grow into, else it would soon preempt who came last.
+        keep = sum(self.kv.num_promised_blocks(sequence) for sequence in self.running)
         num_deferred = 0
         for sequence in tuple(self.waiting):
             if plan.num_tokens_left < 1 or len(self.running) >= self._config.max_num_seqs:
@@ -286,8 +287,6 @@ class Scheduler:
                 break
             if any(s.num_overtaken >= self._config.max_overtakes for s in blocked):
                 break
-            # Each that runs keeps a block to grow into, else it would soon preempt who came last.
-            keep = promised + len(self.running)
             # Whatever it shares, it needs a block of its own. A step never both takes a sequence's
             # blocks and runs it, and all tokens of one that starts must be known.
             if (
@@ -314,7 +313,7 @@ class Scheduler:
                 blocked.append(sequence)
                 continue
             self._admit(plan, sequence, prefix)
-            promised += self.kv.num_missing_blocks(sequence)
+            keep += self.kv.num_promised_blocks(sequence)
             for passed in blocked:
                 passed.num_overtaken += 1
                 self._counters.num_overtakes += 1
