@@ -9,7 +9,7 @@ from contextlib import closing
 from functools import partial
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, Self, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, Self, TypeGuard, cast
 
 from pagedmlx.config import EngineConfig
 from pagedmlx.core.sampling_params import SamplingParams
@@ -17,11 +17,21 @@ from pagedmlx.core.stats import EngineStats
 from pagedmlx.engine.flight import Flight
 from pagedmlx.engine.inputs import PreparedJob
 from pagedmlx.engine.load import load_engine
-from pagedmlx.engine.outputs import Job, Messages, OutputEvent, RequestOutput, refused_output
+from pagedmlx.engine.outputs import (
+    EmbeddingParams,
+    Job,
+    Messages,
+    OutputEvent,
+    RequestOutput,
+    refused_output,
+)
 from pagedmlx.engine.turn import Turn
 from pagedmlx.engine.worker import EngineWorker
 from pagedmlx.errors import InvalidRequestError
 from pagedmlx.progress import ProgressCallback
+
+if TYPE_CHECKING:
+    from pagedmlx.engine.embedding import Vector
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
@@ -163,6 +173,40 @@ class LLM:
             turn.with_messages(engine, each, output)
             for turn, each, output in zip(turns, prepared, outputs, strict=True)
         ]
+
+    def embed(
+        self,
+        texts: Prompt | Sequence[Prompt],
+        *,
+        dimensions: int | None = None,
+        priority: int = 0,
+    ) -> list[Vector]:
+        """Embeddings of texts, in the order given.
+
+        Args:
+            texts: One or many, as text or token ids. Text ends as the model's tokenizer ends it;
+                instructions in front of it are the caller's to write.
+            dimensions: Only so many, for models that are made for it.
+            priority: Larger is served first.
+
+        Returns:
+            (D,) float32 for each text.
+
+        Raises:
+            InvalidRequestError: The model gives no embeddings, or a text can't be served; nothing
+                is run then.
+        """
+        wanted = EmbeddingParams(dimensions)
+        outputs = self._run_all(
+            Job(
+                prompt=text if isinstance(text, str) else None,
+                prompt_token_ids=None if isinstance(text, str) else text,
+                embedding=wanted,
+                priority=priority,
+            )
+            for text in _as_list(texts)
+        )
+        return [cast("Vector", output.embedding) for output in outputs]
 
     def stream(
         self,

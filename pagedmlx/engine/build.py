@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from pagedmlx.config import EngineConfig
 from pagedmlx.core.kv_manager import KVManager
+from pagedmlx.core.pooling import EmbeddingSpec, NoEmbedding
 from pagedmlx.core.scheduler import Scheduler
 from pagedmlx.engine.engine import Engine
 from pagedmlx.engine.grammars import grammar_backend
@@ -81,6 +82,9 @@ def build_engine(
                 warm_up(adapter, writer, context_len)
         on_progress("allocating the pool", None)
         config = replace(config, max_num_seqs=plan.max_num_seqs)
+        embedding = loaded.embedding
+        if not adapter.gives_hidden_states:
+            embedding = NoEmbedding("its last norm is a part of its head")
         store = _allocate(adapter, plan, config, writer)
         kv = KVManager(
             adapter.layout.groups,
@@ -111,11 +115,13 @@ def build_engine(
                 *attention,
                 *_pool_notes(plan, limits),
                 *_state_notes(plan, config),
+                *_embedding_notes(embedding),
                 *loaded.sampling.notes,
             ),
             sampling_defaults=loaded.sampling.values,
             grammars=grammar_backend(tokenizer, adapter.vocab_size),
             answer_style=tokenizer.find_style(find_tool_syntax),
+            embedding=embedding,
         )
         undo.pop_all()
         return engine
@@ -208,6 +214,13 @@ def _state_notes(plan: PoolPlan, config: EngineConfig) -> list[str]:
     if config.enable_prefix_caching:
         notes.append("prefix cache: off, as a recurrent state can't be shared by its blocks")
     return notes
+
+
+def _embedding_notes(embedding: EmbeddingSpec | NoEmbedding) -> list[str]:
+    if isinstance(embedding, NoEmbedding):
+        return []
+    length = ", normalized" if embedding.is_normalized else ""
+    return [f"embeddings: {embedding.pooling}, {embedding.num_dimensions} dimensions{length}"]
 
 
 def _max_model_len(config: EngineConfig, loaded: LoadedModel) -> int:

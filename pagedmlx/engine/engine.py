@@ -9,7 +9,10 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+import numpy as np
+
 from pagedmlx.config import EngineConfig
+from pagedmlx.core.pooling import EmbeddingSpec, NoEmbedding
 from pagedmlx.core.request import Request
 from pagedmlx.core.sampling_params import SamplingParams
 from pagedmlx.core.scheduler import Scheduler
@@ -18,6 +21,7 @@ from pagedmlx.core.snapshot import EngineSnapshot
 from pagedmlx.core.stats import EngineStats, RequestProgress
 from pagedmlx.core.step import INVALID_TOKEN, Step, StepResult, TokenLogprobs
 from pagedmlx.core.structured import GrammarBackend
+from pagedmlx.engine.embedding import EmbeddingSum
 from pagedmlx.engine.inputs import EngineLimits, PreparedJob, prepare_job
 from pagedmlx.engine.live import LiveOutput, LiveRequest, NewTokens
 from pagedmlx.engine.logprobs import LogprobWriter, PromptLogprobs
@@ -84,6 +88,7 @@ class Engine:
         sampling_defaults: Fields of ``SamplingParams`` that the model's maker recommends; front
             ends put them into requests that say nothing about them.
         answer_style: How the model marks reasoning and calls of tools.
+        embedding: How the model's embeddings are made, or why it gives none.
         grammars: Compiles structured outputs, on any thread; without it they are refused.
         clock: Seconds, monotonic.
     """
@@ -102,6 +107,7 @@ class Engine:
         notes: tuple[str, ...] = (),
         sampling_defaults: Mapping[str, float] | None = None,
         answer_style: AnswerStyle | None = None,
+        embedding: EmbeddingSpec | NoEmbedding | None = None,
         grammars: GrammarBackend | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -111,6 +117,7 @@ class Engine:
         self.notes = notes
         self.sampling_defaults = dict(sampling_defaults or {})
         self.answer_style = answer_style or AnswerStyle()
+        self._embedding = embedding or NoEmbedding("this engine makes none")
         self._scheduler = scheduler
         self._runner = runner
         self._block_bytes = block_bytes
@@ -134,7 +141,7 @@ class Engine:
         Raises:
             InvalidRequestError: A field can't be served; names it and the limit.
         """
-        return prepare_job(job, self.tokenizer, self.limits, self._grammars)
+        return prepare_job(job, self.tokenizer, self.limits, self._grammars, self._embedding)
 
     def add_request(self, job: Job | PreparedJob) -> str:
         """Put a request into the waiting queue.
@@ -158,6 +165,7 @@ class Engine:
             priority=prepared.job.priority,
             cache_salt=prepared.job.cache_salt,
             grammar=prepared.grammar,
+            pooling=prepared.pooling,
         )
         # A chat answer is a text of its own; a completion goes on from its prompt. What follows a
         # grammar is never the beginning of a text, where some tokenizers drop a blank.
@@ -172,6 +180,7 @@ class Engine:
             sequences=self._scheduler.add_request(request),
             outputs=outputs,
             prompt_logprobs=prompt_logprobs,
+            embedding=self._new_embedding(prepared),
             arrival_s=prepared.arrival_s if prepared.arrival_s is not None else self._clock(),
         )
         return request.request_id
@@ -195,6 +204,13 @@ class Engine:
             )
         detokenizer = Detokenizer(self.tokenizer, params, prompt_token_ids=context, shown=shown)
         return LiveOutput(detokenizer, writer)
+
+    def _new_embedding(self, prepared: PreparedJob) -> EmbeddingSum | None:
+        wanted, spec = prepared.job.embedding, self._embedding
+        if wanted is None or isinstance(spec, NoEmbedding):
+            return None
+        num_dimensions = wanted.dimensions or spec.num_dimensions
+        return EmbeddingSum(spec, num_dimensions, len(prepared.prompt_token_ids))
 
     @property
     def has_unfinished(self) -> bool:
@@ -233,7 +249,10 @@ class Engine:
         self._note_prompts(step, result)
         events = self._fail_invalid(step, result)
         for sequence in self._scheduler.update(result):
-            events.append(self._advance(sequence, result.logprobs.get(sequence.seq_id)))
+            if sequence.request.pooling is not None:
+                events.append(self._end_embedding(sequence))
+            else:
+                events.append(self._advance(sequence, result.logprobs.get(sequence.seq_id)))
         self._rest_if_idle()
         if self.config.check_integrity:
             self.check_integrity()
@@ -289,14 +308,19 @@ class Engine:
             self._runner.rest()
 
     def _note_prompts(self, step: Step, result: StepResult) -> None:
-        if not result.prompt_logprobs:
+        if not result.prompt_logprobs and not result.pooled:
             return
         for entry in step.scheduled:
-            told = result.prompt_logprobs.get(entry.sequence.seq_id)
-            if told is not None and not entry.sequence.is_finished:
-                prompt = self._live[entry.sequence.request.request_id].prompt_logprobs
-                assert prompt is not None
-                prompt.add(told)
+            sequence = entry.sequence
+            if sequence.is_finished:
+                continue
+            live = self._live[sequence.request.request_id]
+            if (told := result.prompt_logprobs.get(sequence.seq_id)) is not None:
+                assert live.prompt_logprobs is not None
+                live.prompt_logprobs.add(told)
+            if (hidden := result.pooled.get(sequence.seq_id)) is not None:
+                assert live.embedding is not None
+                live.embedding.add(hidden)
 
     def _fail_invalid(self, step: Step, result: StepResult) -> list[OutputEvent]:
         events: list[OutputEvent] = []
@@ -331,6 +355,15 @@ class Engine:
         if sequence.is_finished:
             return self._end(sequence, new)
         return self._event(sequence, new)
+
+    def _end_embedding(self, sequence: Sequence) -> OutputEvent:
+        live = self._live[sequence.request.request_id]
+        assert live.embedding is not None
+        live.first_token_s = self._clock()
+        vector = live.embedding.whole()
+        if not np.isfinite(vector).all():
+            return self._end(sequence, error=_not_finite(sequence, "hidden states"))
+        return self._end(sequence, NewTokens(embedding=vector))
 
     def _end(
         self,
@@ -392,6 +425,7 @@ class Engine:
             error=error,
             logprobs=new.logprobs if live.outputs[sequence.index].logprobs is not None else None,
             prompt_logprobs=prompt_logprobs,
+            embedding=new.embedding,
         )
 
 
@@ -416,8 +450,12 @@ def _nothing_to_choose(sequence: Sequence, problem: NoTokenLeftError | None) -> 
             f"{name}: no token is left to choose from",
             hint="allowed_token_ids, bad_words or min_tokens forbid every token here",
         )
+    return _not_finite(sequence, "logits")
+
+
+def _not_finite(sequence: Sequence, what: str) -> RequestFailedError:
     return RequestFailedError(
-        f"{name}: the model's logits are not finite",
+        f"request {sequence.request.request_id}: the model's {what} are not finite",
         hint="the weights are damaged or their type is too narrow; try float32",
     )
 

@@ -9,9 +9,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import SupportsIndex
 
+from pagedmlx.core.pooling import EmbeddingSpec, NoEmbedding, Pooling
 from pagedmlx.core.sampling_params import SamplingParams
 from pagedmlx.core.structured import Grammar, GrammarBackend, StructuredOutputs
-from pagedmlx.engine.outputs import Job, OutputCollector
+from pagedmlx.engine.outputs import EmbeddingParams, Job, OutputCollector
 from pagedmlx.errors import ContextLengthError, InvalidRequestError, PoolTooSmallError
 from pagedmlx.text.tokenizer import Tokenizer
 
@@ -54,6 +55,7 @@ class PreparedJob:
         shown_token_ids: Special tokens that are not left out of the text.
         arrival_s: When it came, by the engine's clock; None means when it is added.
         grammar: What each output follows; None is anything.
+        pooling: How the prompt's embedding is made, where that is wanted and no output.
     """
 
     job: Job
@@ -65,6 +67,7 @@ class PreparedJob:
     shown_token_ids: frozenset[int] = frozenset()
     arrival_s: float | None = None
     grammar: Grammar | None = None
+    pooling: Pooling | None = None
 
     def collector(self) -> OutputCollector:
         """What adds up the request's events on the caller's side."""
@@ -73,8 +76,15 @@ class PreparedJob:
         )
 
 
+_NO_EMBEDDING = NoEmbedding("this engine makes none")
+
+
 def prepare_job(
-    job: Job, tokenizer: Tokenizer, limits: EngineLimits, grammars: GrammarBackend | None = None
+    job: Job,
+    tokenizer: Tokenizer,
+    limits: EngineLimits,
+    grammars: GrammarBackend | None = None,
+    embedding: EmbeddingSpec | NoEmbedding = _NO_EMBEDDING,
 ) -> PreparedJob:
     """Check every field of a job, tokenize its prompt and compile its grammar.
 
@@ -82,6 +92,8 @@ def prepare_job(
         InvalidRequestError: A field can't be served; names it and the limit.
     """
     _check_fields(job)
+    if job.embedding is not None:
+        return _prepare_embedding(job, job.embedding, tokenizer, limits, embedding)
     params = job.sampling_params
     for name, tokens in (
         ("stop_token_ids", params.stop_token_ids),
@@ -115,6 +127,55 @@ def prepare_job(
         shown_token_ids=tokenizer.ids_of(job.shown_tokens),
         grammar=_compile(params.structured, grammars),
     )
+
+
+def _prepare_embedding(
+    job: Job,
+    wanted: EmbeddingParams,
+    tokenizer: Tokenizer,
+    limits: EngineLimits,
+    spec: EmbeddingSpec | NoEmbedding,
+) -> PreparedJob:
+    if isinstance(spec, NoEmbedding):
+        raise InvalidRequestError("model", f"it gives no embeddings: {spec.reason}", hint=spec.hint)
+    _check_dimensions(wanted.dimensions, spec)
+    field, token_ids = _tokenize(job, tokenizer)
+    # A tokenizer may make something of no text.
+    if not token_ids or job.prompt == "":
+        raise InvalidRequestError(field, "is empty; at least one token is needed")
+    _check_range(field, token_ids, limits.vocab_size)
+    max_len = min(limits.max_model_len, spec.max_len or limits.max_model_len)
+    if len(token_ids) > max_len:
+        raise ContextLengthError(
+            field,
+            f"has {len(token_ids)} tokens; the model takes at most {max_len}",
+            hint="shorten it or cut it in parts",
+        )
+    _check_capacity(field, len(token_ids), limits)
+    return PreparedJob(
+        job=job,
+        request_id=job.request_id or f"req-{uuid.uuid4().hex}",
+        prompt_token_ids=token_ids,
+        # None of it matters, but the output's length is counted with the prompt's.
+        params=SamplingParams(max_tokens=1, seed=0),
+        stop_token_ids=frozenset(),
+        pooling=spec.pooling,
+    )
+
+
+def _check_dimensions(dimensions: int | None, spec: EmbeddingSpec) -> None:
+    whole = spec.num_dimensions
+    if dimensions is None or dimensions == whole:
+        return
+    if not spec.is_matryoshka:
+        raise InvalidRequestError(
+            "dimensions",
+            f"{dimensions}: the model's embeddings have {whole}, and its config doesn't say that "
+            "fewer of them mean anything",
+            hint="if they do, put is_matryoshka: true into its config.json",
+        )
+    if not 1 <= dimensions <= whole:
+        raise InvalidRequestError("dimensions", f"{dimensions} must be between 1 and {whole}")
 
 
 def _compile(
@@ -220,16 +281,20 @@ def _with_max_tokens(
             "and at least one more",
             hint="shorten the prompt",
         )
-    if num_prompt_tokens > limits.capacity_tokens:
-        raise PoolTooSmallError(
-            "prompt",
-            f"has {num_prompt_tokens} tokens, but the whole pool holds {limits.capacity_tokens} "
-            f"({limits.capacity_tokens // limits.block_size} blocks of {limits.block_size})",
-            hint="shorten the prompt or give the pool more memory",
-        )
+    _check_capacity("prompt", num_prompt_tokens, limits)
     room = limits.max_model_len - num_prompt_tokens
     max_tokens = params.max_tokens
     if max_tokens is None or max_tokens >= room:
         max_tokens = min(room, limits.max_len - num_prompt_tokens)
     min_tokens = min(params.min_tokens, max_tokens)
     return dataclasses.replace(params, max_tokens=max_tokens, min_tokens=min_tokens)
+
+
+def _check_capacity(field: str, num_tokens: int, limits: EngineLimits) -> None:
+    if num_tokens > limits.capacity_tokens:
+        raise PoolTooSmallError(
+            field,
+            f"has {num_tokens} tokens, but the whole pool holds {limits.capacity_tokens} "
+            f"({limits.capacity_tokens // limits.block_size} blocks of {limits.block_size})",
+            hint="shorten the prompt or give the pool more memory",
+        )

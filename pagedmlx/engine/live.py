@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pagedmlx.core.sequence import Sequence
+from pagedmlx.engine.embedding import EmbeddingSum, Vector
 from pagedmlx.engine.logprobs import LogprobWriter, PromptLogprobs
 from pagedmlx.engine.outputs import PositionLogprobs
 from pagedmlx.text.detokenizer import Detokenizer
@@ -26,6 +27,7 @@ class NewTokens:
     token_ids: tuple[int, ...] = ()
     text: str = ""
     logprobs: tuple[PositionLogprobs, ...] = ()
+    embedding: Vector | None = None
 
 
 @dataclass(slots=True)
@@ -36,5 +38,6 @@ class LiveRequest:
     sequences: tuple[Sequence, ...]
     arrival_s: float
     prompt_logprobs: PromptLogprobs | None = None
+    embedding: EmbeddingSum | None = None
     scheduled_s: float | None = None
     first_token_s: float | None = None

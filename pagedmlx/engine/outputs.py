@@ -4,14 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pagedmlx.core.sampling_params import SamplingParams
-from pagedmlx.errors import PagedMLXError
+from pagedmlx.errors import InvalidRequestError, PagedMLXError
 from pagedmlx.text.answer_parts import AssistantMessage
+
+if TYPE_CHECKING:
+    from pagedmlx.engine.embedding import Vector
 
 Messages = Sequence[Mapping[str, Any]]
 """A conversation: objects with ``role`` and ``content``, as in OpenAI's chat API."""
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingParams:
+    """Asks for a prompt's embedding in place of outputs.
+
+    Attributes:
+        dimensions: How many of its first dimensions; None is all.
+
+    Raises:
+        InvalidRequestError: A value is of the wrong type.
+    """
+
+    dimensions: int | None = None
+
+    def __post_init__(self) -> None:
+        value: object = self.dimensions
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise InvalidRequestError("dimensions", f"{value!r} is not a whole number")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +50,7 @@ class Job:
         cache_salt: Cached prefixes are shared only among requests of the same salt.
         chat_template_kwargs: Further variables for the chat template.
         shown_tokens: Special tokens that stay in the text though others are left out.
+        embedding: The prompt's embedding is wanted, and nothing is sampled.
     """
 
     prompt: str | None = None
@@ -39,6 +62,7 @@ class Job:
     cache_salt: str = ""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     shown_tokens: tuple[str, ...] = ()
+    embedding: EmbeddingParams | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +156,7 @@ class OutputEvent:
         logprobs: One for each of ``token_ids``; None if the request did not ask.
         prompt_logprobs: One for each prompt token, None for the first one; only in the first event
             with a token of the output 0, and only if the request asked.
+        embedding: (D,) float32, in the only event of a request for one.
     """
 
     request_id: str
@@ -145,6 +170,7 @@ class OutputEvent:
     error: PagedMLXError | None = None
     logprobs: tuple[PositionLogprobs, ...] | None = None
     prompt_logprobs: tuple[PositionLogprobs | None, ...] | None = None
+    embedding: Vector | None = field(default=None, compare=False)
 
     @classmethod
     def failed(cls, request_id: str, index: int, error: PagedMLXError) -> OutputEvent:
@@ -201,6 +227,7 @@ class RequestOutput:
         prompt_logprobs: One for each prompt token, None for the first one, which nothing comes
             before; None until the first output token, and if the request did not ask. Places are
             those in the prompt's decode, special tokens not left out.
+        embedding: (D,) float32, if that was asked for.
     """
 
     request_id: str
@@ -212,6 +239,7 @@ class RequestOutput:
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     error: PagedMLXError | None = None
     prompt_logprobs: tuple[PositionLogprobs | None, ...] | None = None
+    embedding: Vector | None = field(default=None, compare=False)
 
 
 class OutputCollector:
@@ -238,6 +266,7 @@ class OutputCollector:
         self._num_cached_tokens = 0
         self._metrics = RequestMetrics()
         self._error: PagedMLXError | None = None
+        self._embedding: Vector | None = None
 
     @property
     def finished(self) -> bool:
@@ -257,6 +286,8 @@ class OutputCollector:
             found.extend(event.logprobs)
         if event.prompt_logprobs is not None:
             self._prompt_logprobs = event.prompt_logprobs
+        if event.embedding is not None:
+            self._embedding = event.embedding
         if event.metrics is None:
             return
         self._metrics = event.metrics
@@ -294,6 +325,7 @@ class OutputCollector:
             metrics=self._metrics,
             error=self._error,
             prompt_logprobs=self._prompt_logprobs,
+            embedding=self._embedding,
         )
 
 

@@ -62,6 +62,7 @@ class ModelAdapter:
         row_layout: How tokens are laid out for the model: the first way that suits it.
         reads_gathers: Whether the model reads K and V itself, at least in some layer.
         vocab_size: V of the logits.
+        gives_hidden_states: Whether what is pooled are the model's last hidden states.
 
     Raises:
         UnsupportedModelError: The model can't be run this way; says why.
@@ -94,6 +95,7 @@ class ModelAdapter:
         self.reads_gathers = survey.reads_gathers
         self._mask_ndim = survey.mask_ndim
         self.vocab_size = survey.vocab_size
+        self.gives_hidden_states = self._selection.sees_last_states
         self.layout = KVLayout(
             block_size=block_size,
             dtype=survey.dtype if kv_cache_dtype == "auto" else kv_cache_dtype,

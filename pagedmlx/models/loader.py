@@ -13,7 +13,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from pagedmlx.core.pooling import EmbeddingSpec, NoEmbedding
 from pagedmlx.errors import ModelLoadError, ModelNotFoundError, UnsupportedModelError, first_line
+from pagedmlx.models.body_only import loading_settings
+from pagedmlx.models.embedding import read_embedding
 from pagedmlx.models.generation import (
     SamplingDefaults,
     end_token_ids,
@@ -71,6 +74,7 @@ class LoadedModel:
         model_id: Changes with the files and the type; part of the prefix cache's salt.
         parameter_bytes: Size of all weights.
         sampling: How the model's maker wants it sampled.
+        embedding: How it gives embeddings, or why it gives none.
     """
 
     model: nn.Module
@@ -84,6 +88,7 @@ class LoadedModel:
     model_id: str
     parameter_bytes: int
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
+    embedding: EmbeddingSpec | NoEmbedding = NoEmbedding("it was not read from a folder")  # noqa: RUF009
 
 
 def load_model(
@@ -157,6 +162,7 @@ def load_model(
         model_id=_model_id(path, dtype_name),
         parameter_bytes=parameter_bytes,
         sampling=sampling_defaults(generation),
+        embedding=read_embedding(path, config),
     )
 
 
@@ -184,7 +190,9 @@ def _load_folder(
     from mlx_lm import utils
 
     try:
-        return utils.load_model(path, lazy=True, trust_remote_code=trust_remote_code)
+        return utils.load_model(
+            path, lazy=True, trust_remote_code=trust_remote_code, **loading_settings(path)
+        )
     except (Exception, SystemExit) as error:
         # mlx-lm raises what it comes across, and one model exits when a package is missing.
         reason = first_line(error)

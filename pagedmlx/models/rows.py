@@ -32,6 +32,7 @@ class RowSelection:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        self._model = model
         self._body = _find_body(model)
         self._select: Select = _all_rows
         original = type(self._body)
@@ -41,6 +42,13 @@ class RowSelection:
 
         self._original = original
         self._selecting = type(original.__name__, (original,), {"__call__": call})
+
+    @property
+    def sees_last_states(self) -> bool:
+        """Whether what is selected from are the last hidden states: no norm follows the body."""
+        inside = {id(module) for module in self._body.modules()}
+        outside = (each for each in self._model.modules() if id(each) not in inside)
+        return not any("norm" in type(each).__name__.lower() for each in outside)
 
     @contextmanager
     def using(self, select: Select) -> Iterator[None]:
