@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pagedmlx.config import EngineConfig
     from pagedmlx.core.sampling_params import SamplingParams
+    from pagedmlx.core.structured import StructuredOutputs
     from pagedmlx.engine.async_engine import AsyncEngine
     from pagedmlx.engine.outputs import RequestOutput
     from pagedmlx.llm import LLM
@@ -23,6 +24,7 @@ __all__ = [
     "EngineConfig",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputs",
     "__version__",
 ]
 
@@ -39,6 +41,8 @@ def __getattr__(name: str) -> object:
             module = "pagedmlx.engine.outputs"
         case "SamplingParams":
             module = "pagedmlx.core.sampling_params"
+        case "StructuredOutputs":
+            module = "pagedmlx.core.structured"
         case _:
             raise AttributeError(f"module 'pagedmlx' has no attribute {name!r}")
     try:
