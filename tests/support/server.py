@@ -41,7 +41,7 @@ class Answer:
     @property
     def events(self) -> list[Any]:
         """The data of a stream's events; the last one is the text ``[DONE]``."""
-        lines = [line for line in self.body.decode().split("\n\n") if line.startswith("data: ")]
+        lines = [line for line in self.body.decode().split("\n") if line.startswith("data: ")]
         return [
             line if line == "[DONE]" else json.loads(line)
             for line in (line.removeprefix("data: ") for line in lines)
