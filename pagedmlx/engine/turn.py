@@ -33,6 +33,7 @@ from pagedmlx.text.tools import (
     tell_of_tools,
 )
 
+_GREETING = ({"role": "user", "content": "Hello"},)
 _MAX_TAIL = 32
 """Tokens of a prompt's end that may open the reasoning."""
 
@@ -62,6 +63,7 @@ class Turn:
         parallel_tool_calls: Whether several calls may be made at once.
         template_kwargs: Variables of the chat template, those for reasoning among them.
         splits_reasoning: Whether reasoning is told apart; else its tags stay in the text.
+        is_native: Whether the template can tell of the tools; else it is done for it.
     """
 
     messages: Messages
@@ -70,6 +72,7 @@ class Turn:
     parallel_tool_calls: bool = True
     template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     splits_reasoning: bool = True
+    is_native: bool = True
 
     @classmethod
     def read(
@@ -101,14 +104,17 @@ class Turn:
         """
         checked = check_tools(tools)
         choice = check_tool_choice(tool_choice, checked)
+        offered = () if choice.mode is ToolMode.NONE else checked
         variables = effort_variables(reasoning_effort, model.answer_style)
+        variables |= chat_template_kwargs or {}
         return cls(
             messages=messages,
-            tools=() if choice.mode is ToolMode.NONE else checked,
+            tools=offered,
             choice=choice,
             parallel_tool_calls=parallel_tool_calls,
-            template_kwargs={**variables, **(chat_template_kwargs or {})},
+            template_kwargs=variables,
             splits_reasoning=splits_reasoning,
+            is_native=not offered or _tells_of(model, offered, variables),
         )
 
     def job(self, model: ChatModel, sampling_params: SamplingParams, **fields: Any) -> Job:
@@ -125,7 +131,7 @@ class Turn:
         style = model.answer_style
         syntax = self._syntax(style, sampling_params)
         messages, variables = self.messages, dict(self.template_kwargs)
-        if style.is_harmony or syntax is style.tools:
+        if syntax is style.tools:
             if self.tools:
                 variables["tools"] = list(self._told)
             if syntax is not None and syntax.id_length:
@@ -185,7 +191,7 @@ class Turn:
         own = style.tools
         if style.is_harmony:
             return None
-        if own is None:
+        if own is None or not self.is_native:
             return json_syntax()
         has_grammar = self.choice.mode is ToolMode.REQUIRED or params.structured is not None
         return json_syntax() if has_grammar and not can_require(own) else own
@@ -223,7 +229,7 @@ class Turn:
         style, tokenizer = model.answer_style, model.tokenizer
         if style.think is None:
             return ""
-        prompt = tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], **variables)
+        prompt = tokenizer.apply_chat_template(_GREETING, **variables)
         return style.think[1] if _opens_thought(tokenizer, style, prompt) else ""
 
     def _grammar(
@@ -256,6 +262,19 @@ class Turn:
         """Whether reasoning hasn't been switched off."""
         given = [self.template_kwargs.get(name) for name in ("enable_thinking", "thinking")]
         return False not in given
+
+
+def _tells_of(
+    model: ChatModel, tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+) -> bool:
+    """Whether the template takes these tools, and has a place for each of them."""
+    if model.answer_style.tools is None:
+        return model.answer_style.is_harmony
+    try:
+        text = model.tokenizer.render_chat(_GREETING, **{**variables, "tools": list(tools)}).text
+    except InvalidRequestError:
+        return False
+    return all(tool["function"]["name"] in text for tool in tools)
 
 
 def _opens_thought(tokenizer: Tokenizer, style: AnswerStyle, prompt: Sequence[int]) -> bool:

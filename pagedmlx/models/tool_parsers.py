@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -45,6 +46,8 @@ def find_tool_syntax(template: str, tokenizer: Any) -> ToolSyntax | None:
     name = tokenizer.init_kwargs.get("tool_parser_type") or _infer_tool_parser(
         SimpleNamespace(chat_template=template, get_vocab=tokenizer.get_vocab)
     )
+    if name == "mistral" and "[ARGS]" not in template:
+        return _older_mistral(tool_syntax(name))
     if name is not None:
         return tool_syntax(name)
     is_llama = '"parameters": dictionary of argument name' in template
@@ -93,6 +96,12 @@ def tool_syntax(name: str) -> ToolSyntax | None:
         tokens=_TOKENS.get(name, ()),
         is_xml=name == "qwen3_coder",
     )
+
+
+def _older_mistral(syntax: ToolSyntax | None) -> ToolSyntax | None:
+    """All calls in one list."""
+    frame = ('[TOOL_CALLS] [{"name": "NAME", "arguments": ', "}]")
+    return syntax and replace(syntax, frame=frame, separator=None)
 
 
 class _Parser:

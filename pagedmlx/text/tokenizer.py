@@ -12,7 +12,7 @@ from typing import Any
 
 from pagedmlx.errors import InvalidRequestError, ModelLoadError, UnsupportedModelError, first_line
 from pagedmlx.text.answer_style import AnswerStyle, ToolSyntax, find_style
-from pagedmlx.text.template import render_chat
+from pagedmlx.text.template import RenderedChat, render_chat
 from pagedmlx.text.token_stream import ByteStream, TokenBytes, TokenStream, WindowStream
 
 _END_OF_TURN = (
@@ -149,18 +149,8 @@ class Tokenizer:
         Raises:
             InvalidRequestError: There is no template, or it refuses the messages.
         """
-        if not self.has_chat_template:
-            raise InvalidRequestError(
-                "messages",
-                "the model has no chat template",
-                hint="Give the whole prompt as text to the completions call instead.",
-            )
-        chat = render_chat(
-            self._inner.apply_chat_template,
-            messages,
-            special_tokens=self._special.values(),
-            add_generation_prompt=add_generation_prompt,
-            template_kwargs=template_kwargs,
+        chat = self.render_chat(
+            messages, add_generation_prompt=add_generation_prompt, **template_kwargs
         )
         ids = [
             token
@@ -171,6 +161,33 @@ class Tokenizer:
         if bos is not None and self._adds_bos and ids[:1] != [bos]:
             ids.insert(0, bos)
         return ids
+
+    def render_chat(
+        self,
+        messages: object,
+        /,
+        *,
+        add_generation_prompt: bool = True,
+        **template_kwargs: Any,
+    ) -> RenderedChat:
+        """The text of a conversation, of which ``apply_chat_template`` gives the tokens.
+
+        Raises:
+            InvalidRequestError: There is no template, or it refuses the messages.
+        """
+        if not self.has_chat_template:
+            raise InvalidRequestError(
+                "messages",
+                "the model has no chat template",
+                hint="Give the whole prompt as text to the completions call instead.",
+            )
+        return render_chat(
+            self._inner.apply_chat_template,
+            messages,
+            special_tokens=self._special.values(),
+            add_generation_prompt=add_generation_prompt,
+            template_kwargs=template_kwargs,
+        )
 
     def token_stream(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,7 @@ from pagedmlx.models.tool_parsers import find_tool_syntax
 from pagedmlx.text.answer_parser import answer_parser, parse_answer
 from pagedmlx.text.tokenizer import Tokenizer
 from tests.support.answers import CALLS, TOOLS, calls_of, plain
-from tests.support.scripted import MODELS
+from tests.support.scripted import HERMES, MODELS
 
 ASK = [{"role": "user", "content": "Which?"}]
 CALLERS = ["hermes", "coder", "mistral", "gemma", "gpt-oss", "no tools"]
@@ -220,6 +221,25 @@ def test_allowed_tools_are_the_only_ones_that_are_told_or_called():
         assert (grammar is not None) == (mode == "required")
         if grammar is not None:
             assert "get_weather" not in (grammar.grammar or "")
+
+
+def test_tools_that_a_template_refuses_or_forgets_are_told_all_the_same():
+    telling = "{{ tool | tojson }}\n"
+    assert telling in HERMES
+    for instead in ("{{ tool.function.description + '' }}", "There is a tool."):
+        template = HERMES.replace(telling, instead)
+        tokenizer = replace(MODELS["hermes"], template=template).tokenizer()
+        model: Any = SimpleNamespace(
+            tokenizer=tokenizer, answer_style=tokenizer.find_style(find_tool_syntax)
+        )
+        assert model.answer_style.tools is not None
+        turn = Turn.read(model, ASK, tools=[NOTHING])
+        job = turn.job(model, SamplingParams())
+        assert not turn.is_native
+        assert "do_nothing" in tokenizer.render_chat(job.messages, **job.chat_template_kwargs).text
+        parser = turn.parser(model, _prepared(StructuredOutputs(json_object=True)))
+        call = '<tool_call>{"name": "do_nothing"}</tool_call>'
+        assert [each.name for each in calls_of(parse_answer(parser, call))] == ["do_nothing"]
 
 
 def _harmony(thought: str) -> str:
