@@ -31,6 +31,9 @@ from pagedmlx.progress import ProgressCallback
 WEIGHT_FILES = ("model*.safetensors",)
 OTHER_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
 """What a model needs; pictures, ONNX, PyTorch pickles and the like stay where they are."""
+FOLDER_FILES = ("[0-9]_Pooling/config.json",)
+"""What it needs of its folders, if they are there: how embeddings are made."""
+_ALL_FILES = OTHER_FILES + FOLDER_FILES + WEIGHT_FILES
 
 _POLL_S = 0.1
 _CANCEL_S = 1.0
@@ -67,6 +70,8 @@ def fetch_snapshot(name: str, revision: str | None, report: ProgressCallback | N
             stage = f"checking {name}, all of which is here"
         progress = _Progress(report, stage, repo, num_bytes)
         progress.tell()
+        if any(_matches(file, FOLDER_FILES) for file in missing):
+            _download(name, revision, FOLDER_FILES, progress)
         _download(name, revision, OTHER_FILES, progress)
         folder = _download(name, revision, WEIGHT_FILES, progress)
     _sweep(repo / "blobs")
@@ -98,10 +103,11 @@ def _missing_files(name: str, revision: str | None, repo: Path) -> Mapping[str, 
     return {file: size for file, size in wanted.items() if not (folder / file).exists()}
 
 
-def _matches(file: str, patterns: tuple[str, ...] = OTHER_FILES + WEIGHT_FILES) -> bool:
+def _matches(file: str, patterns: tuple[str, ...] = _ALL_FILES) -> bool:
     # Other forms of the model are in folders of their own; some templates are, too.
     return any(
-        fnmatch.fnmatch(file, pattern) and ("/" not in file or pattern == "*.jinja")
+        fnmatch.fnmatch(file, pattern)
+        and ("/" not in file or "/" in pattern or pattern == "*.jinja")
         for pattern in patterns
     )
 

@@ -101,6 +101,20 @@ def test_only_model_shaped_files_come_and_the_weights_last(server: FakeHub, cach
     assert (entry.name, entry.path) == ("owner/model", found.path)
 
 
+def test_the_file_that_tells_how_embeddings_are_made_comes_too(
+    server: FakeHub, cache: Path
+) -> None:
+    server.files |= {
+        "modules.json": b"[]",
+        "1_Pooling/config.json": b"{}",
+        "2_Normalize/weights.bin": b"x",
+        "onnx/1_Pooling/config.json": b"{}",
+    }
+    found = hub.resolve("owner/model")
+    assert names(found.path) == {*FILES, "modules.json", "1_Pooling/config.json"}
+    assert all(file.endswith(".safetensors") for file in server.fetched[-2:])
+
+
 def test_what_is_here_is_found_without_a_request(server: FakeHub, cache: Path) -> None:
     found = hub.resolve("owner/model")
     server.private = True

@@ -74,7 +74,7 @@ def _modules(path: Path) -> dict[str, str]:
     listed = _json(path, MODULES_FILE)
     found: dict[str, str] = {}
     for each in cast("list[Any]", listed) if isinstance(listed, list) else [None]:
-        kind, folder = (each.get("type"), each.get("path")) if isinstance(each, dict) else ("", "")
+        kind, folder = (each.get("type"), each.get("path")) if isinstance(each, dict) else (0, 0)
         if not isinstance(kind, str) or not isinstance(folder, str):
             raise _RefusedError(f"{MODULES_FILE} is no list of modules")
         name = kind.rpartition(".")[2]
