@@ -34,37 +34,68 @@ class RealRunError(Exception):
     """A system's process ended without a result; the message is the end of what it wrote."""
 
 
+class Running:
+    """A process with a system; one result, or one for each round that it is asked for.
+
+    Args:
+        job: What ``scripts/compare/real.py`` takes.
+    """
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        path, self._errors = (Path(self._folder.name) / name for name in ("job.json", "errors"))
+        path.write_text(json.dumps(job), encoding="utf-8")
+        with self._errors.open("w", encoding="utf-8") as stderr:
+            self._process = subprocess.Popen(
+                [sys.executable, SCRIPT, path],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+            )
+
+    def __enter__(self) -> Running:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._process.kill()
+        self._process.communicate()
+        self._folder.cleanup()
+
+    def ask(self) -> None:
+        """Have it begin with another round."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+
+    def result(self, tell: Tell = lambda _: None) -> dict[str, Any]:
+        """Wait for the next result.
+
+        Raises:
+            RealRunError: The process ended without one.
+        """
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith('{"kind": "progress"'):
+                tell(json.loads(line))
+            elif line.startswith('{"kind": "result"'):
+                found: dict[str, Any] = json.loads(line)
+                del found["kind"]
+                return found
+        code = self._process.wait()
+        said = self._errors.read_text(encoding="utf-8").strip().splitlines()
+        raise RealRunError(said[-1] if said else f"exit code {code}")
+
+
 def start(job: dict[str, Any], tell: Tell = lambda _: None) -> dict[str, Any]:
     """Run one job in a process of its own.
 
     Raises:
         RealRunError: It gave no result.
     """
-    result: dict[str, Any] | None = None
-    with tempfile.TemporaryDirectory() as folder:
-        path, errors = Path(folder) / "job.json", Path(folder) / "errors"
-        path.write_text(json.dumps(job), encoding="utf-8")
-        with (
-            errors.open("w", encoding="utf-8") as stderr,
-            subprocess.Popen(
-                [sys.executable, SCRIPT, path], stdout=subprocess.PIPE, stderr=stderr, text=True
-            ) as process,
-        ):
-            try:
-                assert process.stdout is not None
-                for line in process.stdout:
-                    if line.startswith('{"kind": "progress"'):
-                        tell(json.loads(line))
-                    elif line.startswith('{"kind": "result"'):
-                        result = json.loads(line)
-            except BaseException:
-                process.kill()
-                raise
-        if process.returncode or result is None:
-            said = errors.read_text(encoding="utf-8").strip().splitlines()
-            raise RealRunError(said[-1] if said else f"exit code {process.returncode}")
-    del result["kind"]
-    return result
+    with Running(job) as running:
+        return running.result(tell)
 
 
 def inspect(model: str, texts: Sequence[str] = ()) -> dict[str, Any]:

@@ -5,7 +5,8 @@
 The job names the system: ``pagedmlx``, ``mlx-lm`` (its BatchGenerator, contiguous caches padded to
 the longest), or ``inspect``, which only says what the model is. Lines of JSON on stdout tell how
 far it is; the last one is the result. ``scripts/compare_memory.py`` starts it, once per system, so
-that neither system's memory is ever counted for the other.
+that neither system's memory is ever counted for the other. With ``rounds`` in the job there are as
+many results, each after a line on stdin, so that systems can take turns.
 """
 
 from __future__ import annotations
@@ -355,14 +356,18 @@ def main() -> int:
     ]
     match job["system"]:
         case "inspect":
-            result = inspect(job["model"], job["texts"])
+            tell({"kind": "result", **inspect(job["model"], job["texts"])})
+            return 0
         case "pagedmlx":
-            result = measure(Ours(job["model"], job["settings"]), jobs, tell)
+            system = Ours(job["model"], job["settings"])
         case "mlx-lm":
-            result = measure(Theirs(job["model"], job["max_num_seqs"]), jobs, tell)
+            system = Theirs(job["model"], job["max_num_seqs"])
         case name:
             raise ValueError(f"no system {name!r}")
-    tell({"kind": "result", **result})
+    for _ in range(job.get("rounds", 1)):
+        if "rounds" in job and not sys.stdin.readline():
+            break
+        tell({"kind": "result", **measure(system, jobs, tell)})
     return 0
 
 
