@@ -6,6 +6,7 @@ those ever fail, by a time after which a request is refused while the compiler's
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +18,13 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedmlx.core.structured import Grammar, GrammarMatcher, StructuredOutputs
-from pagedmlx.errors import InvalidRequestError, NoTokenLeftError, QueueFullError, first_line
+from pagedmlx.errors import (
+    InvalidRequestError,
+    NoTokenLeftError,
+    PagedMLXError,
+    QueueFullError,
+    first_line,
+)
 from pagedmlx.sampling.free_text import FreeText
 from pagedmlx.sampling.grammar_text import grammar_text, size_of
 
@@ -41,6 +48,10 @@ _NUM_PROBES = 2
 # take seconds with them.
 _INITIAL_FUEL = 300_000
 _STEP_FUEL = 100_000
+# Each takes one or two kilobytes, in every output that follows the grammar.
+_MAX_STATES = 50_000
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,15 +106,19 @@ class LLGuidance:
         if found is not None:
             self._slots.release()
             return found
-        done: SimpleQueue[Grammar | Exception] = SimpleQueue()
+        done: SimpleQueue[Grammar | PagedMLXError] = SimpleQueue()
 
         def work() -> None:
             try:
                 grammar = self._compile(structured)
                 self._keep(structured, grammar)
                 done.put(grammar)
-            except Exception as error:
+            except PagedMLXError as error:
                 done.put(error)
+            except BaseException as error:  # Rust's panics are no Exceptions
+                _logger.exception("a grammar can't be compiled")
+                reason = f"can't be compiled: {first_line(error)}"
+                done.put(InvalidRequestError(structured.kind, reason))
             finally:
                 self._slots.release()
 
@@ -114,7 +129,7 @@ class LLGuidance:
             raise InvalidRequestError(
                 structured.kind, f"takes more than {COMPILE_TIMEOUT_S:g} seconds to compile"
             ) from None
-        if isinstance(result, Exception):
+        if isinstance(result, PagedMLXError):
             raise result
         return result
 
@@ -138,7 +153,10 @@ class LLGuidance:
         text = grammar_text(structured)
         tokenizer, vocabulary = self._get_tokenizer()
         limits = LLParserLimits(
-            initial_lexer_fuel=_INITIAL_FUEL, step_lexer_fuel=_STEP_FUEL, verbose_errors=False
+            initial_lexer_fuel=_INITIAL_FUEL,
+            step_lexer_fuel=_STEP_FUEL,
+            max_lexer_states=_MAX_STATES,
+            verbose_errors=False,
         )
         matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
         field = structured.kind
@@ -308,6 +326,7 @@ _REASONS = {
     "fuel exhausted": "it is too complex",
     "initial lexer configuration (grammar) too big": "it is too complex",
     "items; max is": "it is too complex",
+    "Too many items": "it is too complex",
 }
 
 

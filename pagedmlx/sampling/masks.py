@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from pagedmlx.core.sequence import Sequence as TextSequence
 from pagedmlx.core.structured import GrammarMatcher
-from pagedmlx.errors import NoTokenLeftError
+from pagedmlx.errors import NoTokenLeftError, first_line
 
 _Mask = npt.NDArray[np.uint32]
 _NUM_THREADS = 4
@@ -104,17 +104,45 @@ class GrammarMasks:
         if state.mask is None:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(_NUM_THREADS, "pagedmlx-mask")
-            state.mask = self._pool.submit(state.matcher.mask)
+            state.mask = self._pool.submit(_find, state.matcher)
         return state.mask
+
+
+class _Broken:
+    """Stands for a matcher that can't go on."""
+
+    def __init__(self, problem: NoTokenLeftError) -> None:
+        self._problem = problem
+
+    def mask(self) -> _Mask:
+        """Tell why."""
+        raise self._problem
+
+    def advance(self, token_id: int) -> bool:
+        """Tell why."""
+        raise self._problem
 
 
 def _replay(sequence: TextSequence) -> _State:
     grammar = sequence.request.grammar
     assert grammar is not None
     matcher = grammar.start()
-    for token_id in sequence.output_token_ids:
-        matcher.advance(token_id)
+    try:
+        for token_id in sequence.output_token_ids:
+            matcher.advance(token_id)
+    except NoTokenLeftError as problem:
+        matcher = _Broken(problem)
     return _State(matcher, sequence.num_output_tokens)
+
+
+def _find(matcher: GrammarMatcher) -> _Mask:
+    """A mask; whatever goes wrong ends the one request."""
+    try:
+        return matcher.mask()
+    except NoTokenLeftError:
+        raise
+    except BaseException as error:  # Rust's panics are no Exceptions
+        raise NoTokenLeftError(f"the grammar can't go on: {first_line(error)}") from error
 
 
 def _without_ends(mask: _Mask, sequence: TextSequence) -> _Mask:

@@ -181,6 +181,16 @@ def test_nothing_is_kept_of_a_request_that_was_left(folder: Path):
         assert llm.stats().num_used_blocks == 0
 
 
+@pytest.mark.usefixtures("depth")
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_5"])
+def test_nor_on_how_the_model_lays_out_its_rows(name: str, tmp_path: Path):
+    with open_llm(save_tiny_folder(tmp_path / "m", name), prefill_chunk_size=6) as llm:
+        alone = [texts(llm, [job])[0] for job in MIXED[:4]]
+        assert texts(llm, MIXED[:4]) == alone
+        jsonschema.validate(json.loads(alone[1][0][0]), SCHEMA)
+        assert_nothing_is_kept(llm)
+
+
 # Whatever is said is valid.
 
 _LEAVES = st.sampled_from(

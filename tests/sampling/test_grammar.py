@@ -439,3 +439,18 @@ def test_a_compiler_that_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatc
             guide.compile(StructuredOutputs(regex="a"))
     finally:
         gate.set()
+
+
+def test_a_compiler_that_fails_in_some_way_of_its_own_is_an_error_of_the_request(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    class Panic(BaseException):
+        pass
+
+    def fail(*_: Any) -> Any:
+        raise Panic("index out of bounds")
+
+    guide, _ = counting(monkeypatch)
+    monkeypatch.setattr(LLGuidance, "_compile", fail)
+    with pytest.raises(InvalidRequestError, match="index out of bounds"):
+        guide.compile(StructuredOutputs(regex="a"))

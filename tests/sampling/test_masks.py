@@ -95,6 +95,24 @@ def test_a_grammar_that_breaks_ends_its_own_sequence_only():
     assert grow(masks, following(GRAMMAR, seq_id=2), 50) == (False, True)
 
 
+def test_an_output_that_the_grammar_never_allowed_is_a_problem_of_its_own():
+    masks = GrammarMasks()
+    sequence = following(GRAMMAR, [11])
+    assert mask_of(masks, sequence) == [[]]
+    assert grow(masks, sequence, INVALID_TOKEN) == (False, True)
+
+
+def test_a_matcher_that_fails_in_some_way_of_its_own_ends_one_request(monkeypatch: Any):
+    def fail(self: Any) -> Any:
+        raise ZeroDivisionError("oh")
+
+    masks = GrammarMasks()
+    sequence = following(GRAMMAR)
+    monkeypatch.setattr(type(GRAMMAR.start()), "mask", fail)
+    assert mask_of(masks, sequence) == [[]]
+    assert grow(masks, sequence, INVALID_TOKEN) == (False, True)
+
+
 def test_ends_are_not_allowed_too_early_unless_nothing_else_is_left():
     for params in ({"ignore_eos": True}, {"min_tokens": 9}):
         masks = GrammarMasks()
