@@ -23,6 +23,7 @@ from pagedmlx.core.sampling_params import SamplingParams
 from pagedmlx.core.scheduler import Scheduler
 from pagedmlx.core.sequence import FinishReason, Sequence
 from pagedmlx.core.step import ScheduledSequence, Step, StepResult
+from pagedmlx.core.structured import Grammar, GrammarMatcher
 
 VOCABULARY = 4
 STOP_TOKEN = 3
@@ -71,6 +72,7 @@ def make_request(
     seed: int = 1,
     priority: int = 0,
     cache_salt: str = "",
+    grammar: Grammar | None = None,
     min_tokens: int = 0,
     stop_token_ids: Iterable[int] = (),
     prompt_logprobs: int | None = None,
@@ -86,8 +88,16 @@ def make_request(
         seed=seed,
         priority=priority,
         cache_salt=cache_salt,
+        grammar=grammar,
         pooling=pooling,
     )
+
+
+class NoGrammar:
+    """Nobody in the core looks into a grammar; that there is one is what counts."""
+
+    def start(self) -> GrammarMatcher:
+        raise AssertionError("the core follows no grammar")
 
 
 # A model of four words. Its next token depends on every token before it, and on the seed and the
@@ -310,6 +320,7 @@ class Driver:
         for entry in step.scheduled:
             sequence = entry.sequence
             assert not sequence.is_finished
+            assert not (entry.is_unread and sequence.request.grammar), "chosen without its text"
             assert 1 <= entry.num_tokens <= config.prefill_chunk_size
             end = entry.start + entry.num_tokens
             ahead = sequence.num_tokens_ahead - entry.needs_logits

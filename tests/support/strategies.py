@@ -39,6 +39,7 @@ def prompts(draw: st.DrawFn, max_size: int = 12) -> tuple[int, ...]:
 def requests(draw: st.DrawFn, request_id: str) -> Request:
     pooling = draw(st.sampled_from([None, None, None, None, *Pooling]))
     max_tokens = 1 if pooling else draw(st.integers(1, 10))
+    grammar = draw(st.sampled_from([None, None, None if pooling else NoGrammar()]))
     return make_request(
         draw(prompts()),
         max_tokens,
@@ -47,7 +48,9 @@ def requests(draw: st.DrawFn, request_id: str) -> Request:
         seed=draw(st.integers(0, 3)),
         priority=draw(st.sampled_from([0, 0, 0, 1, 2])),
         cache_salt=draw(cache_salts),
-        min_tokens=draw(st.integers(0, max_tokens)),
+        grammar=grammar,
+        # A grammar may end before them.
+        min_tokens=0 if grammar else draw(st.integers(0, max_tokens)),
         stop_token_ids=draw(st.sampled_from([(), (STOP_TOKEN,)])),
         prompt_logprobs=draw(st.sampled_from([None, None, None, 0])),
         pooling=pooling,
