@@ -353,13 +353,13 @@ def written(turn: Turn, *, thinks: bool) -> str:
     return thought + between.join(filter(None, (turn.said, "\n".join(calls))))
 
 
-def replay(number: int, agent: Agent) -> dict[str, Any]:
-    """The whole session of one agent."""
+def replay(number: int, agent: Agent, num_turns: int) -> dict[str, Any]:
+    """The session of one agent, or its beginning."""
     outputs: list[tuple[str, str]] = []
     turns: list[dict[str, Any]] = []
     failures: list[str] = []
     num_before = 0
-    for index, turn in enumerate(TURNS):
+    for index, turn in enumerate(TURNS[:num_turns]):
         answer = agent.ask(turn.asked, outputs, seed(number, index))
         calls = [(name, arguments) for _, name, arguments in answer.calls]
         if (answer.text, calls) != (
@@ -399,6 +399,7 @@ def main() -> None:
     parser.add_argument(
         "--model", default="tiny", help="tiny, thinking, or what pagedmlx serve takes"
     )
+    parser.add_argument("--turns", type=int, default=len(TURNS), help="stop after this many")
     parser.add_argument("--json", default="-", metavar="FILE")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -414,7 +415,8 @@ def main() -> None:
             ThreadPoolExecutor(len(AGENTS)) as threads,
         ):
             agents = [make(server.url) for make in AGENTS]
-            sessions = list(threads.map(replay, range(len(AGENTS)), agents))
+            play = partial(replay, num_turns=options.turns)
+            sessions = list(threads.map(play, range(len(AGENTS)), agents))
             server.assert_idle()
     passed = all(not each["failures"] and each["hits"] >= LEAST_HITS for each in sessions)
     save(

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
@@ -18,11 +19,12 @@ from tests.test_project import REPOSITORY, run_python
 
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 API = (REPOSITORY / "docs" / "api.md").read_text(encoding="utf-8")
+AGENTS = (REPOSITORY / "docs" / "agents.md").read_text(encoding="utf-8")
 SECTION = README.partition("\n## Serve it\n")[2].partition("\n## ")[0]
 
 
-def code(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", SECTION, re.DOTALL)
+def code(language: str, text: str = SECTION) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
 @pytest.fixture(scope="module")
@@ -73,3 +75,26 @@ def test_every_path_is_documented() -> None:
         path = str(getattr(route, "path", "")).replace("{model:path}", "NAME")
         path = path.replace("{response_id}", "ID")
         assert f"`{path}`" in API or f" {path}`" in API, path
+
+
+def test_the_settings_of_agents_can_be_read_and_lead_here() -> None:
+    read = {"json": json.loads, "toml": tomllib.loads}
+    blocks = [(block, read[kind]) for kind in read for block in code(kind, AGENTS)]
+    assert len(blocks) == 4
+    for block, parse in blocks:
+        assert "NAME" in json.dumps(parse(block))
+    urls = set(re.findall(r"http://[\w.]+:8000[\w/]*", AGENTS))
+    assert urls == {
+        "http://127.0.0.1:8000",
+        "http://127.0.0.1:8000/v1",
+        "http://127.0.0.1:8000/v1/models",
+        "http://host.docker.internal:8000/v1",
+    }
+
+
+def test_the_python_example_for_agents_works(url: str) -> None:
+    (example,) = code("python", AGENTS)
+    program = example.replace("http://127.0.0.1:8000", url).replace("NAME", "smollm2")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.strip()) > 10

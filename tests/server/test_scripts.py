@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.test_project import REPOSITORY
 
 
@@ -30,3 +32,13 @@ def test_hostile_requests_leave_nothing_behind(tmp_path: Path):
     report = run("fuzz_server.py", tmp_path / "fuzz.json", "--requests", "120")
     assert report["passed"]
     assert report["machine"]
+
+
+@pytest.mark.parametrize("model", ["tiny", "thinking"])
+def test_agents_are_answered_and_their_prompts_are_cached(tmp_path: Path, model: str):
+    report = run("replay_agents.py", tmp_path / "agents.json", "--model", model, "--turns", "4")
+    assert report["passed"]
+    assert len(report["agents"]) == 4
+    for agent in report["agents"]:
+        assert agent["hits"] >= 0.9
+        assert agent["turns"][1]["cached_tokens"] >= 0.9 * agent["turns"][0]["prompt_tokens"]
