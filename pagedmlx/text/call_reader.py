@@ -17,6 +17,7 @@ from pagedmlx.text.answer_parts import (
 )
 from pagedmlx.text.answer_style import ToolSyntax
 from pagedmlx.text.call_json import ObjectEnd
+from pagedmlx.text.call_xml import XML_CALL, XmlArguments
 from pagedmlx.text.marks import next_mark
 
 _MAX_HEADER = 1024
@@ -99,6 +100,7 @@ class CallReader:
         self._num_searched = 0
         self._read = self._read_head
         self._end = ObjectEnd("")
+        self._xml: XmlArguments | None = None
         self._parts: list[AnswerPart] = []
 
     def add(self, text: str, *, is_last: bool = False) -> tuple[list[AnswerPart], str | None]:
@@ -114,6 +116,13 @@ class CallReader:
 
     def _read_head(self, *, is_last: bool) -> str | None:
         header = self._syntax.header
+        if self._syntax.is_xml and (match := XML_CALL.match(self._held, 0, _MAX_HEADER)):
+            self._parts += self._writer.begin(match["name"])
+            self._held = self._held[match.end() :]
+            ends = (self._syntax.end, self._syntax.start)
+            self._xml = XmlArguments(self._schema(match["name"]), ends)
+            self._read = self._read_xml
+            return self._read(is_last=is_last)
         if header is not None:
             match = header.match(self._held, 0, _MAX_HEADER)
             if match and (name := _name(match["name"])):
@@ -137,6 +146,25 @@ class CallReader:
             self._parts += self._writer.arguments(self._held)
             return ""
         return None
+
+    def _read_xml(self, *, is_last: bool) -> str | None:
+        assert self._xml is not None
+        held, self._held = self._held, ""
+        arguments, rest = self._xml.add(held, is_last=is_last)
+        self._parts += self._writer.arguments(arguments)
+        if rest is None:
+            return "" if is_last else None
+        self._parts += self._writer.end()
+        if self._xml.stray:
+            self._parts.append(TextPart(self._xml.stray))
+        self._held = rest
+        self._read = self._read_tail
+        return self._read(is_last=is_last)
+
+    def _schema(self, name: str) -> Mapping[str, Any]:
+        functions = (tool["function"] for tool in self._tools)
+        found = (each.get("parameters", {}) for each in functions if each["name"] == name)
+        return next(found, {})
 
     def _read_tail(self, *, is_last: bool) -> str | None:
         """What closes the call: a brace or nothing, then the end mark."""

@@ -277,8 +277,10 @@ class Tokenizer:
         own_ids = own if isinstance(own, list | tuple) else [own]
         template = str(self._inner.chat_template or "")
         turns = [self.token_to_id(token) for token in _END_OF_TURN if token in template]
-        # With channels <|end|> only closes one of several messages of an answer.
-        if "<|channel|>" not in template and "<|end|>" in template:
+        if "<|channel|>" in template:
+            # <|end|> only closes one of several messages of an answer.
+            turns += [self.token_to_id("<|return|>"), self.token_to_id("<|call|>")]
+        elif "<|end|>" in template:
             turns.append(self.token_to_id("<|end|>"))
         return frozenset(token for token in (*given, *own_ids, *turns) if token is not None)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from pagedmlx.core.structured import StructuredOutputs
 from pagedmlx.text.answer_style import ToolSyntax
+from pagedmlx.text.call_xml import schema_types
 
 TokenId = Callable[[str], int | None]
 """The id of a special token by its spelling, else None."""
@@ -115,14 +116,14 @@ def _xml_rules(
     for place, (name, value) in enumerate(schema["properties"].items()):
         rule = f"arg_{index}_{place}"
         before, after = _string(f"<parameter={name}>\n"), _string("\n</parameter>\n")
-        if isinstance(value, Mapping) and value.get("type") == "string" and "enum" not in value:
+        if isinstance(value, Mapping) and _is_text_choice(value):
+            choices = " | ".join(_string(each) for each in value["enum"])
+            rules.append(f"{rule}: {before} ({choices}) {after}")
+        elif "string" in schema_types(value):
             # What it ends with can't be part of it.
             end = re.escape("\n</parameter>\n").replace("/", r"\/").replace("\n", "n")
             rules.append(f"{rule}: {before} {rule}_value")
             rules.append(f"{rule}_value[lazy]: /(?s:.*){end}/")
-        elif isinstance(value, Mapping) and _is_text_choice(value):
-            choices = " | ".join(_string(each) for each in value["enum"])
-            rules.append(f"{rule}: {before} ({choices}) {after}")
         else:
             rules.append(f"{rule}: {before} {rule}_value {after}")
             rules.append(f"{rule}_value: {_json(_with_definitions(value, schema))}")

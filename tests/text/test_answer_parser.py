@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagedmlx.text.answer_parser import answer_parser, parse_answer, to_message
+from pagedmlx.text.answer_parser import answer_parser, join_parts, parse_answer, to_message
 from pagedmlx.text.answer_style import HARMONY_TOKENS, AnswerStyle
 from tests.support.answers import ARGUMENTS, CALLS, TOOLS, calls_of, in_pieces, plain, syntax_of
 
@@ -132,6 +132,56 @@ def test_arguments_that_are_broken_come_as_they_are():
     ]
 
 
+def test_values_between_tags_come_while_they_are_written():
+    parser = answer_parser(AnswerStyle(), tools=TOOLS, syntax=syntax_of("qwen3_coder"))
+    begun = parser.add("<tool_call>\n<function=get_weather>\n<parameter=city>\nOs")
+    assert plain(join_parts(begun)) == [
+        ("call", "0", "get_weather"),
+        ("arguments", "0", '{"city": "Os'),
+    ]
+    assert plain(parser.add('lo "x"\n')) == [("arguments", "0", 'lo \\"x\\"')]
+    rest = "y\n</parameter>\n<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>"
+    assert plain(join_parts([*parser.add(rest), *parser.finish()])) == [
+        ("arguments", "0", '\\ny", "days": 2}'),
+        ("end", "0"),
+    ]
+    cut = parts_of(
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\nOs",
+        tools=TOOLS,
+        syntax=syntax_of("qwen3_coder"),
+    )
+    assert cut == [("call", "0", "get_weather"), ("arguments", "0", '{"city": "Os')]
+
+
+@pytest.mark.parametrize(
+    ("schema", "value", "expected"),
+    [
+        ({"type": "string"}, "5", "5"),
+        ({"type": "string"}, "\n  a\n\n", "\n  a\n\n"),
+        ({"type": "string"}, "", ""),
+        ({"type": "integer"}, "5", 5),
+        ({"type": "number"}, "0.5", 0.5),
+        ({"type": "boolean"}, "True", True),
+        ({"type": "array", "items": {}}, '[1, {"a": "b"}]', [1, {"a": "b"}]),
+        ({"type": "object"}, "not JSON", "not JSON"),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "five", "five"),
+        ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, '"quoted"', '"quoted"'),
+        ({"enum": ["a", "b"]}, "a", "a"),
+        ({}, "{}", "{}"),
+        ({"type": "string"}, "a </parameter> b", "a </parameter> b"),
+    ],
+)
+def test_values_between_tags_have_the_types_of_the_schema(schema: dict, value: str, expected):
+    tool = {"name": "f", "parameters": {"type": "object", "properties": {"x": schema}}}
+    syntax = syntax_of("qwen3_coder")
+    text = f"<tool_call>\n<function=f>\n<parameter=x>\n{value}\n</parameter>\n</function>\n"
+    for end in ("</tool_call>", ""):
+        found = parts_of(text + end, tools=[{"type": "function", "function": tool}], syntax=syntax)
+        assert json.loads(found[1][2]) == {"x": expected}
+        assert [part[0] for part in found] == ["call", "arguments", "end"]
+
+
 def test_a_call_may_begin_before_the_last_one_was_closed():
     one = '<tool_call>{"name": "get_time", "arguments": {}}'
     found = parts_of(f"{one}\n{one}\n</tool_call>", tools=TOOLS, syntax=JSON)
@@ -240,6 +290,7 @@ TOKENS = [
     *('{"name": "get_time", "arguments": ', '{"name"', "{", "}", '"', "\\", ": 1", "[", "]", ","),
     *("<", "|", ">", "get_time", "<function=", "</function>", "<|channel>thought", "<channel|>"),
     *("<|tool_call>", "call:get_time{", "<tool_call|>", "Hello", "é", "assistant", " to="),
+    *("<function=get_weather>", "<parameter=city>", "<parameter=days>\n", "</parameter>", "2"),
     *HARMONY_TOKENS,
 ]
 STYLES = [
