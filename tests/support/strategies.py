@@ -12,6 +12,7 @@ from tests.support.core import (
     STOP_TOKEN,
     WINDOW,
     Driver,
+    NoGrammar,
     constant_hash,
     four_bit_hash,
     make_driver,
