@@ -32,7 +32,7 @@ from pagedmlx.chat.session import Conversation
 from pagedmlx.chat.store import Store, StoreError
 from pagedmlx.chat.widgets.block_map import BlockMap
 from pagedmlx.chat.widgets.gauges import Gauges, bar
-from pagedmlx.chat.widgets.markdown import CodeBlock
+from pagedmlx.chat.widgets.markdown import GrowingMarkdown
 from pagedmlx.chat.widgets.pane import ConversationPane
 from pagedmlx.chat.widgets.panel import MemoryPanel
 from pagedmlx.core.sampling_params import SamplingParams
@@ -324,13 +324,13 @@ class ChatApp(App[int]):
 
     # Events and actions.
 
-    async def on_tabbed_content_tab_activated(self) -> None:
+    def on_tabbed_content_tab_activated(self) -> None:
         """Draw what came while the conversation was hidden."""
-        await self.pane.draw()
+        self.pane.draw()
         if isinstance(self.focused, TextArea | None) and len(self.screen_stack) == 1:
             self.pane.prompt.focus()
 
-    def on_code_block_copy_wanted(self, event: CodeBlock.CopyWanted) -> None:
+    def on_growing_markdown_copy_wanted(self, event: GrowingMarkdown.CopyWanted) -> None:
         """Copy a code block."""
         self.copy(event.code)
 

@@ -189,6 +189,7 @@ def test_versions_of_an_answer_are_turned_with_the_arrows() -> None:
         await pilot.press("ctrl+up", "left")
         await until(pilot, lambda: texts(app) == ["why?", "Hello there."])
         await until(pilot, lambda: "Other." not in screen_text(app))
+        await until(pilot, lambda: app.query(MessageView).last().has_focus)
         await pilot.press("right")
         await until(pilot, lambda: texts(app) == ["why?", "Other."])
 
@@ -318,7 +319,7 @@ def test_who_reads_above_stays_there_while_the_answer_grows() -> None:
         await until(pilot, lambda: transcript.scroll_y < transcript.max_scroll_y)
         place, height = transcript.scroll_y, transcript.max_scroll_y
         view = app.query(MessageView).last()
-        await view.show(view.message.__class__(**_grown(view)), (1, 1))
+        view.show(view.message.__class__(**_grown(view)), (1, 1))
         await until(pilot, lambda: transcript.max_scroll_y > height)
         await calm(pilot)
         assert transcript.scroll_y == place

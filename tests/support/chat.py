@@ -23,6 +23,49 @@ from tests.support.engines import Choose, FakeRunner, make_engine, spelled
 
 WAIT_S = 60.0
 
+MARKDOWN = """# Title *x*
+
+Some `code` and **bold** [link](http://x.y) text [red]x[/red] <b>hi</b> ![pic](u).
+
+1. one
+2. two
+   - nested
+   - more
+
+     para
+3. three
+
+   ```python
+   def f(x):
+       return "s" + 1  # c
+   ```
+
+- a
+- b
+
+  c
+* other
+
+> quote
+> more
+
+```js
+let x = 1;
+
+```
+
+| a | b |
+|---|---|
+| 1 | 2 |
+| long cell here | y |
+
+---
+
+end
+
+"""
+"""Some of everything, as models write it."""
+
 
 class FakeClient:
     """Says what the test wants, piece by piece.

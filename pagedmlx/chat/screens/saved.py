@@ -13,8 +13,8 @@ from textual.screen import ModalScreen
 from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
+from pagedmlx.chat.pieces import visible
 from pagedmlx.chat.store import Saved, Store
-from pagedmlx.chat.widgets.markdown import visible
 from pagedmlx.errors import PagedMLXError
 
 

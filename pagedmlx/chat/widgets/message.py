@@ -8,13 +8,16 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.content import Content
+from textual.geometry import Region
 from textual.message import Message as Event
+from textual.strip import Strip
 from textual.widgets import Collapsible, Static
 
+from pagedmlx.chat.pieces import visible
 from pagedmlx.chat.reasoning import split_reasoning
 from pagedmlx.chat.session import ASSISTANT, FAILED, LENGTH, STOPPED, STREAMING, USER, Message
 from pagedmlx.chat.widgets.line import Line
-from pagedmlx.chat.widgets.markdown import GrowingMarkdown, visible
+from pagedmlx.chat.widgets.markdown import GrowingMarkdown
 
 _STATUS = {
     STREAMING: "writing…",
@@ -79,14 +82,14 @@ class MessageView(Vertical, can_focus=True):
             yield Static(Content(visible(self.message.text)), classes="said")
         yield Line(wraps=True, classes="error")
 
-    async def on_mount(self) -> None:
+    def on_mount(self) -> None:
         """Fill the parts."""
         self.query_one(".error").display = False
         if self.message.role == ASSISTANT:
             self.query_one(Collapsible).display = False
-        await self.show(self.message, self._versions)
+        self.show(self.message, self._versions)
 
-    async def show(self, message: Message, versions: tuple[int, int]) -> None:
+    def show(self, message: Message, versions: tuple[int, int]) -> None:
         """Show what the message says by now.
 
         Args:
@@ -107,7 +110,14 @@ class MessageView(Vertical, can_focus=True):
                 folded.display = True
                 folded.title = "reasoning…" if parts.is_thinking else "reasoning"
                 self.query_one(".thoughts", Line).say(Content(visible(parts.reasoning)))
-            await self.query_one(GrowingMarkdown).show(parts.answer)
+            is_done = message.status != STREAMING
+            self.query_one(GrowingMarkdown).show(parts.answer, is_done=is_done)
+
+    def render_lines(self, crop: Region) -> list[Strip]:
+        """What is behind the parts: a bar at the left, the same in every row."""
+        if self._candidate or not crop.height:
+            return super().render_lines(crop)
+        return super().render_lines(Region(crop.x, crop.y, crop.width, 1)) * crop.height
 
     def action_wish(self, wish: str) -> None:
         """Pass a wish on to who can fulfil it."""

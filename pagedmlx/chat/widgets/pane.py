@@ -15,12 +15,12 @@ from textual.worker import Worker, WorkerCancelled, WorkerFailed
 
 from pagedmlx.chat.answers import Progress, write_answers
 from pagedmlx.chat.client import ChatClient
+from pagedmlx.chat.pieces import visible
 from pagedmlx.chat.reasoning import code_blocks, split_reasoning
 from pagedmlx.chat.session import ASSISTANT, USER, Conversation
 from pagedmlx.chat.widgets.block_map import colour, letter
 from pagedmlx.chat.widgets.gauges import bar
 from pagedmlx.chat.widgets.line import Line
-from pagedmlx.chat.widgets.markdown import visible
 from pagedmlx.chat.widgets.message import MessageView
 from pagedmlx.chat.widgets.prompt import Prompt
 from pagedmlx.chat.widgets.transcript import Transcript
@@ -263,22 +263,22 @@ class ConversationPane(TabPane):
             began_s, used_s = time.monotonic(), time.thread_time()
             # A hidden conversation is drawn when it is looked at.
             if self.display:
-                await self.draw()
+                self.draw()
             await asyncio.sleep(_FRAME_S)
             # All that this thread did meanwhile: the text, its layout and the block map.
             wanted_s = min(_MAX_FRAME_S, (time.thread_time() - used_s) / _FRAME_SHARE)
             await asyncio.sleep(max(0.0, began_s + wanted_s - time.monotonic()))
 
-    async def draw(self) -> None:
+    def draw(self) -> None:
         """Show what has come since the last time."""
         dirty, self.progress.dirty = self.progress.dirty, set()
         for message_id in dirty:
-            await self.transcript.refresh_message(message_id)
+            self.transcript.refresh_message(message_id)
         if dirty:
             self.show_status()
 
-    async def _finish(self) -> None:
-        await self.draw()
+    def _finish(self) -> None:
+        self.draw()
         self.show_status()
         self._host.note_change(self)
 

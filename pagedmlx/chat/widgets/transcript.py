@@ -67,15 +67,15 @@ class Transcript(VerticalScroll, can_focus=False):
         self.query_one(".welcome").display = not self._groups
         for group in self._groups:
             for message_id in group.ids:
-                await self.refresh_message(message_id)
+                self.refresh_message(message_id)
 
-    async def refresh_message(self, message_id: int) -> None:
+    def refresh_message(self, message_id: int) -> None:
         """Show what a message says by now, if it is on the screen."""
         view = self.view(message_id)
         if view is not None and view.is_mounted:
             versions = self._conversation.versions(message_id)
             place = (versions.index(message_id) + 1, len(versions))
-            await view.show(self._conversation.messages[message_id], place)
+            view.show(self._conversation.messages[message_id], place)
 
     def view(self, message_id: int) -> MessageView | None:
         """The view of a message that is on the screen."""
