@@ -71,14 +71,7 @@ async def answer(request: Request, read: Callable[[dict[str, Any], Service], Ask
     ask = read(body, service)
     if service.settings.log_contents:
         logger.info("asked: %s", json.dumps(body))
-    generation = Generation(
-        engine,
-        service.metrics,
-        request.receive,
-        timeout_s=service.settings.request_timeout_s,
-        on_close=service.discard,
-    )
-    service.add(generation)
+    generation = service.begin(engine, request.receive)
     is_handed_over = False
     try:
         answer_id = f"{ask.id_prefix}{uuid.uuid4().hex}"
@@ -88,7 +81,7 @@ async def answer(request: Request, read: Callable[[dict[str, Any], Service], Ask
         format = ask.format(
             Head(answer_id, int(time.time()), ask.model, usage), generation.prepared
         )
-        headers = _headers(ask.unknown)
+        headers = ignored_fields(ask.unknown)
         pieces = Pieces(generation.prepared, usage, ask.parser)
         if ask.stream:
             stream = EventStream(
@@ -126,8 +119,8 @@ async def _whole(generation: Generation, pieces: Pieces, usage: Usage) -> list[P
     return [join_pieces(choices[index]) for index in sorted(choices)]
 
 
-def _headers(unknown: Sequence[str]) -> dict[str, str]:
-    """Names what nobody knows, as far as a header can."""
+def ignored_fields(unknown: Sequence[str]) -> dict[str, str]:
+    """A header that names what nobody knows, as far as a header can."""
     named = [name if _is_plain(name) else "?" for name in unknown[:_MAX_NAMED]]
     return {"X-Ignored-Fields": ", ".join(named)} if named else {}
 

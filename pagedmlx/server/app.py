@@ -14,6 +14,7 @@ from pagedmlx.errors import PagedMLXError
 from pagedmlx.server import messages, responses, status, tokens
 from pagedmlx.server.chat import chat_completions
 from pagedmlx.server.completions import completions
+from pagedmlx.server.embeddings import embeddings
 from pagedmlx.server.errors import ClientGoneError, HttpError, error_response
 from pagedmlx.server.middleware import Auth, RequestLog
 from pagedmlx.server.service import Service
@@ -33,6 +34,7 @@ def make_app(service: Service) -> Starlette:
         Route("/v1/responses/{response_id}/input_items", responses.input_items, methods=["GET"]),
         Route("/v1/messages", messages.create_message, methods=["POST"]),
         Route("/v1/messages/count_tokens", messages.count_tokens, methods=["POST"]),
+        Route("/v1/embeddings", embeddings, methods=["POST"]),
         Route("/v1/models", status.models, methods=["GET"]),
         Route("/v1/models/{model:path}", status.model, methods=["GET"]),
         Route("/v1/stats", status.stats, methods=["GET"]),

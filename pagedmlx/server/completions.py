@@ -94,27 +94,34 @@ def _read(body: dict[str, Any], service: Service) -> Ask:
     )
 
 
-def read_prompts(value: object) -> list[str | list[int]]:
+def read_prompts(
+    value: object, name: str = "prompt", most: int = MAX_PROMPTS
+) -> list[str | list[int]]:
     """The prompts of a request: a string, a list of them, token ids, or lists of those.
+
+    Args:
+        value: What the request has.
+        name: Its field.
+        most: How many there may be.
 
     Raises:
         InvalidRequestError: It is none of that, or too many.
     """
     if value is None:
-        raise InvalidRequestError("prompt", "is missing")
+        raise InvalidRequestError(name, "is missing")
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
-        raise InvalidRequestError("prompt", "must be text, token ids or a list of them, not empty")
+        raise InvalidRequestError(name, "must be text, token ids or a list of them, not empty")
     items = cast("list[Any]", value)
     if all(_is_id(each) for each in items):
         return [items]
     if not all(isinstance(each, str) for each in items) and not all(
         isinstance(each, list) and all(map(_is_id, cast("list[Any]", each))) for each in items
     ):
-        raise InvalidRequestError("prompt", "mixes text, token ids or something else")
-    if len(items) > MAX_PROMPTS:
-        raise InvalidRequestError("prompt", f"{len(items)} prompts, at most {MAX_PROMPTS}")
+        raise InvalidRequestError(name, "mixes text, token ids or something else")
+    if len(items) > most:
+        raise InvalidRequestError(name, f"{len(items)} prompts, at most {most}")
     return items
 
 

@@ -28,7 +28,7 @@ class Generation:
         on_close: Called once, by ``close``.
 
     Attributes:
-        prepared: The jobs as they were submitted.
+        prepared: The jobs that were submitted.
     """
 
     def __init__(
@@ -66,12 +66,30 @@ class Generation:
         Raises:
             PagedMLXError: One of them is refused; then none runs.
         """
-        self.prepared = tuple([await self._engine.prepare(job) for job in jobs])
-        self._num_open = sum(each.params.n for each in self.prepared)
-        for index, each in enumerate(self.prepared):
+        await self.submit([await self._engine.prepare(job) for job in jobs])
+
+    async def submit(self, prepared: Sequence[PreparedJob]) -> None:
+        """Hand jobs to the engine, together; returns when it has taken them.
+
+        Raises:
+            PagedMLXError: One of them is refused.
+        """
+        first = len(self.prepared)
+        self.prepared += tuple(prepared)
+        self._num_open += sum(each.params.n for each in prepared)
+        for each in prepared:
             watch = self._metrics.watch(len(each.prompt_token_ids), each.params.n)
             self._watches.append(watch)
-            self._aborts.append(await self._engine.submit(each, partial(self._take, index)))
+        # One by one, each would wait for a step of the others.
+        taken = await asyncio.gather(
+            *(self._submit(index, each) for index, each in enumerate(prepared, first)),
+            return_exceptions=True,
+        )
+        for problem in filter(None, taken):
+            raise problem
+
+    async def _submit(self, index: int, prepared: PreparedJob) -> None:
+        self._aborts.append(await self._engine.submit(prepared, partial(self._take, index)))
 
     @property
     def is_finished(self) -> bool:

@@ -6,6 +6,8 @@ import asyncio
 import logging
 import time
 
+from starlette.types import Receive
+
 from pagedmlx.engine.async_engine import AsyncEngine
 from pagedmlx.errors import PagedMLXError
 from pagedmlx.server.errors import HttpError
@@ -86,13 +88,23 @@ class Service:
             )
         return self.model_names[0] if name is None else name
 
-    def add(self, generation: Generation) -> None:
-        """Keep a generation in mind until it is closed, so that it can be ended."""
+    def begin(self, engine: AsyncEngine, receive: Receive) -> Generation:
+        """A generation for a request whose body has been read; the caller must close it.
+
+        It is kept in mind until then, so that it can be ended.
+        """
+        generation = Generation(
+            engine,
+            self.metrics,
+            receive,
+            timeout_s=self.settings.request_timeout_s,
+            on_close=self._discard,
+        )
         self._generations.add(generation)
         self._is_idle.clear()
+        return generation
 
-    def discard(self, generation: Generation) -> None:
-        """Forget a generation that has been closed."""
+    def _discard(self, generation: Generation) -> None:
         self._generations.discard(generation)
         if not self._generations:
             self._is_idle.set()

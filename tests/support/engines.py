@@ -6,9 +6,12 @@ import time
 from collections.abc import Callable, Iterable
 from hashlib import blake2b
 
+import numpy as np
+
 from pagedmlx.config import EngineConfig
 from pagedmlx.core.groups import KVGroup, KVGroupKind
 from pagedmlx.core.kv_manager import KVManager
+from pagedmlx.core.pooling import EmbeddingSpec, Pooling
 from pagedmlx.core.scheduler import Scheduler
 from pagedmlx.core.sequence import Sequence
 from pagedmlx.core.step import Step, StepResult, TokenLogprobs
@@ -51,6 +54,15 @@ def fake_logprobs(token: int, num_top: int | None) -> TokenLogprobs:
     return TokenLogprobs(token, -1.0, 1, ((token, -1.0), *others)[: num_top or 0])
 
 
+EMBEDDING = EmbeddingSpec(Pooling.MEAN, 4, is_normalized=False, is_matryoshka=True)
+
+
+def hashed_hidden(token_ids: Iterable[int]) -> np.ndarray:
+    """(4,) float32 that depend on all tokens up to a position: the "hidden state" there."""
+    digest = blake2b(repr(list(token_ids)).encode(), digest_size=4).digest()
+    return np.frombuffer(digest, np.uint8).astype(np.float32)
+
+
 class FakeRunner:
     """Computes nothing: ``choose`` names the token of each sequence that samples."""
 
@@ -90,9 +102,21 @@ class FakeRunner:
                 for position in entry.prompt_rows
             )
             for entry in step.scheduled
-            if entry.prompt_rows
+            if entry.num_prompt_logits
         }
-        return StepResult(step.step_id, sampled, logprobs, prompts)
+        pooled = {
+            entry.sequence.seq_id: np.sum(
+                [
+                    hashed_hidden(entry.sequence.token_ids[: position + 1])
+                    for position in entry.prompt_rows
+                ],
+                axis=0,
+                dtype=np.float32,
+            )
+            for entry in step.scheduled
+            if entry.prompt_rows and entry.sequence.request.pooling is not None
+        }
+        return StepResult(step.step_id, sampled, logprobs, prompts, pooled)
 
     def rest(self) -> None:
         assert not self.under_way
@@ -114,6 +138,7 @@ def make_engine(
     max_model_len: int = 512,
     tokenizer: Tokenizer | None = None,
     clock: Callable[[], float] = time.monotonic,
+    embedding: EmbeddingSpec | None = None,
     **settings: object,
 ) -> Engine:
     """An engine over a fake runner with blocks of four tokens, checked after every step."""
@@ -139,6 +164,7 @@ def make_engine(
         tokenizer or byte_tokenizer(),
         limits,
         notes=("fake",),
+        embedding=embedding,
         clock=clock,
     )
 
