@@ -6,7 +6,8 @@ from functools import partial
 
 from pagedmlx.core.structured import GrammarBackend
 from pagedmlx.errors import InvalidRequestError
-from pagedmlx.sampling.grammar import LLGuidance, Vocabulary
+from pagedmlx.sampling.grammar import LLGuidance
+from pagedmlx.sampling.vocabulary import Vocabulary
 from pagedmlx.text.tokenizer import Tokenizer
 
 

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from pagedmlx.core.structured import GrammarMatcher, StructuredOutputs
 from pagedmlx.errors import InvalidRequestError, NoTokenLeftError
 from pagedmlx.sampling import grammar as grammar_module
-from pagedmlx.sampling.grammar import LLGuidance, Vocabulary
+from pagedmlx.sampling.grammar import LLGuidance
+from pagedmlx.sampling.vocabulary import Vocabulary
 from tests.support.grammars import allowed, backend
 from tests.support.tokenizers import (
     byte_tokenizer,
