@@ -141,11 +141,11 @@ def _is_text_choice(schema: Mapping[str, Any]) -> bool:
 def _thought_rules(think: tuple[str, str], token_id: TokenId) -> list[str]:
     start, end = think
     if token_id(start) is not None and token_id(end) is not None:
-        body = rf"/(?s:.*)/ {_lark(end, token_id)} /\s*/"
+        body = rf"/(?s:.*)/ {_lark(end, token_id)} /\s{{0,8}}/"
         return [f"thought: {_lark(start, token_id)} {body}"]
     close = re.escape(end).replace("/", r"\/")
     return [
-        rf"thought: {_lark(start, token_id)} rest_of_thought /\s*/",
+        rf"thought: {_lark(start, token_id)} rest_of_thought /\s{{0,8}}/",
         f"rest_of_thought[lazy]: /(?s:.*){close}/",
     ]
 
