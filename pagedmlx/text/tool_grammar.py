@@ -14,6 +14,9 @@ from pagedmlx.core.structured import StructuredOutputs
 from pagedmlx.text.answer_style import ToolSyntax
 from pagedmlx.text.call_xml import schema_types
 
+MAX_CALLS = 16
+"""Most calls in an answer that must call: a small model may never come to an end by itself."""
+
 TokenId = Callable[[str], int | None]
 """The id of a special token by its spelling, else None."""
 
@@ -62,7 +65,7 @@ def call_grammar(
     calls = " | ".join(f"call_{index}" for index in range(len(tools)))
     more = ""
     if several and syntax.separator is not None:
-        more = f" ({_lark(syntax.separator, token_id)} call)*"
+        more = f" ({_lark(syntax.separator, token_id)} call){{0,{MAX_CALLS - 1}}}"
     thought = ""
     if think is not None:
         thought = "thought? "

@@ -19,6 +19,7 @@ from pagedmlx.errors import InvalidRequestError
 from pagedmlx.models.tool_parsers import find_tool_syntax
 from pagedmlx.text.answer_parser import answer_parser, parse_answer
 from pagedmlx.text.tokenizer import Tokenizer
+from pagedmlx.text.tool_grammar import MAX_CALLS
 from tests.support.answers import CALLS, TOOLS, calls_of, plain
 from tests.support.scripted import HERMES, MODELS
 
@@ -153,6 +154,15 @@ def test_models_write_calls_that_must_be_made_as_they_are_used_to():
         assert is_let_through(model, structured, call), (name, call)
         assert not is_let_through(model, structured, "It rains.")
         assert not is_let_through(model, structured, "")
+
+
+def test_a_model_that_always_goes_on_comes_to_an_end_of_its_calls():
+    model = model_of("hermes")
+    turn = Turn.read(model, ASK, tools=[NOTHING], tool_choice="required")
+    structured = grammar_of(model, turn)
+    call = '<tool_call>\n{"name": "do_nothing", "arguments": {}}\n</tool_call>'
+    assert is_let_through(model, structured, "\n".join([call] * MAX_CALLS))
+    assert not is_let_through(model, structured, "\n".join([call] * (MAX_CALLS + 1)))
 
 
 def test_the_grammar_begins_behind_a_thought_that_the_prompt_opens():

@@ -133,7 +133,7 @@ def playing(model: Model, text: str | Sequence[str], **settings: object) -> Call
             answer = answers[output.index % len(answers)]
             return answer[min(output.num_output_tokens, len(answer) - 1)]
 
-        room = {"num_blocks": 1024, "max_model_len": 4096}
+        room = {"num_blocks": 1024, "max_model_len": 4096, "prefill_chunk_size": 1024}
         engine = make_engine(FakeRunner(choose), tokenizer=tokenizer, **{**room, **settings})  # type: ignore[arg-type]
         engine.limits = replace(engine.limits, vocab_size=tokenizer.vocab_size)
         engine.answer_style = tokenizer.find_style(find_tool_syntax)
