@@ -13,6 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from pagedmlx.server.agent_fields import MESSAGE_FIELDS, RESPONSE_FIELDS
+from pagedmlx.server.embeddings import EMBEDDING_FIELDS
 from pagedmlx.server.field import Field, Use
 from pagedmlx.server.fields import CHAT_FIELDS, COMPLETION_FIELDS
 
@@ -30,6 +31,7 @@ ENDPOINTS = {
     "completions": COMPLETION_FIELDS,
     "responses": RESPONSE_FIELDS,
     "messages": MESSAGE_FIELDS,
+    "embeddings": EMBEDDING_FIELDS,
 }
 
 

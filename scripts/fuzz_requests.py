@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pagedmlx.server.agent_fields import MESSAGE_FIELDS, RESPONSE_FIELDS
+from pagedmlx.server.embeddings import EMBEDDING_FIELDS
 from pagedmlx.server.field import Use
 from pagedmlx.server.fields import CHAT_FIELDS, COMPLETION_FIELDS
 from scripts.fuzz_agents import AGENT_PATHS, AgentMaker
@@ -17,18 +18,21 @@ from scripts.serving import post_bytes
 HEADER_S = BODY_S = 1.0
 MAX_BODY = 1 << 20
 
+EMBEDDINGS = "/v1/embeddings"
 PATHS = (
     "/v1/chat/completions",
     "/v1/completions",
     "/tokenize",
     "/detokenize",
     *AGENT_PATHS,
+    EMBEDDINGS,
 )
 FIELDS = {
     PATHS[0]: CHAT_FIELDS,
     AGENT_PATHS[0]: RESPONSE_FIELDS,
     AGENT_PATHS[1]: MESSAGE_FIELDS,
     AGENT_PATHS[2]: MESSAGE_FIELDS,
+    EMBEDDINGS: EMBEDDING_FIELDS,
 }
 NESTED = (
     *("messages", "stop", "chat_template_kwargs", "x", "prompt", "input", "tools", "system"),
@@ -104,6 +108,8 @@ class Maker:
             return {"tokens": chance.choices(range(262), k=chance.randrange(40))}
         if path in AGENT_PATHS:
             return AgentMaker(chance, self.text).body(path)
+        if path == EMBEDDINGS:
+            return self.embedding_body()
         body: dict[str, Any] = {"max_tokens": chance.choice((1, 2, 7, 40))}
         if path == PATHS[0]:
             body["messages"] = self.messages()
@@ -138,6 +144,21 @@ class Maker:
         if chance.random() < 0.4:
             body["stream"] = True
         return body
+
+    def embedding_body(self) -> dict[str, Any]:
+        chance = self.chance
+        ids = chance.choices(range(262), k=5)
+        many = [self.text() + "a" for _ in range(chance.choice((1, 3, 40)))]
+        body: dict[str, Any] = {"input": chance.choice((self.text(), many, ids, [ids, ids[:1]]))}
+        options = {
+            "encoding_format": chance.choice(("float", "base64")),
+            "dimensions": chance.choice((1, 7, 32)),
+            "priority": chance.randrange(-3, 3),
+            "cache_salt": chance.choice(("", "s")),
+            "user": "u",
+        }
+        names = chance.sample(sorted(options), chance.randrange(4))
+        return body | {name: options[name] for name in names}
 
     def valid(self) -> Attack:
         path = self.chance.choice(PATHS)
@@ -247,11 +268,13 @@ class Maker:
         return Attack("headers", data.replace(b"\r\n", b"\r\n" + extra, 1))
 
     def left(self) -> Attack:
-        path = self.chance.choice((*PATHS[:2], *AGENT_PATHS[:2]))
-        body = self.body(path) | {
-            "max_output_tokens" if path == AGENT_PATHS[0] else "max_tokens": 100,
-            "stream": self.chance.random() < 0.6,
-        }
+        path = self.chance.choice((*PATHS[:2], *AGENT_PATHS[:2], EMBEDDINGS))
+        body = self.body(path)
+        if path == EMBEDDINGS:
+            body["input"] = [self.text() + "a"] * self.chance.choice((5, 100, 300))
+        else:
+            limit = "max_output_tokens" if path == AGENT_PATHS[0] else "max_tokens"
+            body |= {limit: 100, "stream": self.chance.random() < 0.6}
         if path in PATHS[:2]:
             body["n"] = self.chance.choice((1, 3, 8))
         data = post_bytes(path, json.dumps(body).encode())

@@ -26,8 +26,8 @@ from pagedmlx.engine.load import load_engine
 from scripts.fuzz_requests import BODY_S, HEADER_S, MAX_BODY, Attack, Maker
 from scripts.report import save
 from scripts.serving import read_body, read_head
+from tests.support.embedding_model import save_embedding_folder
 from tests.support.server import RunningServer, serving
-from tests.support.tiny_models import save_tiny_folder
 
 CONCURRENT = 24
 HANG_S = 60.0
@@ -150,7 +150,9 @@ def main() -> None:
     logging.getLogger("pagedmlx").addHandler(FaultLog(found))
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory() as folder:
-        model = save_tiny_folder(Path(folder) / "tiny", max_model_len=512)
+        model = save_embedding_folder(
+            Path(folder) / "tiny", name="llama", max_position_embeddings=512, is_matryoshka=True
+        )
         config = EngineConfig(
             str(model), num_blocks=96, max_model_len=256, max_num_waiting=64, check_integrity=True
         )
