@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from pagedmlx.core.block import NO_BLOCK
 from pagedmlx.core.snapshot import EngineSnapshot, SequenceSnapshot
 
 IntArray = npt.NDArray[np.int32]
@@ -163,7 +164,9 @@ class BlockHistory:
             num_preemptions, before = memory.tables.get(key, (0, now[:0]))
             if before.size and num_preemptions == sequence.num_preemptions:
                 both = min(before.size, now.size)
-                copied = now[:both][before[:both] != now[:both]]
+                # A place that a window has passed is empty.
+                changed = (before[:both] != now[:both]) & (now[:both] != NO_BLOCK)
+                copied = now[:both][changed]
             else:
                 copied = _copied_at_start(sequence, now, size)
             memory.copied_s[copied[ref_counts[copied] == 1]] = self._now_s

@@ -7,11 +7,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from pagedmlx.core.block import NO_BLOCK
 from pagedmlx.core.sequence import Sequence
 from pagedmlx.core.step import Step
-
-NO_BLOCK = -1
-"""Sentinel in the unused tail of a block-table row."""
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -24,7 +22,7 @@ class GroupArrays:
     Attributes:
         slot_mapping: (T,) int64; where each row's K and V are written, all distinct.
         block_tables: (S, B) int32; the blocks that hold [0, context_len) of each sequence, then
-            NO_BLOCK; B is that of the longest sequence.
+            NO_BLOCK; B is that of the longest sequence. NO_BLOCK also where a window has passed.
         copy_src: (C,) int32; blocks to copy from, before anything is written.
         copy_dst: (C,) int32; blocks to copy to, all distinct.
     """

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+NO_BLOCK = -1
+"""Stands in a table of block ids where there is none."""
+
 
 @dataclass(eq=False, slots=True)
 class Block:

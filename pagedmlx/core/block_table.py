@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from pagedmlx.core.block import Block
+from pagedmlx.core.block import NO_BLOCK, Block
 from pagedmlx.core.block_pool import BlockPool
 from pagedmlx.core.prefix import PrefixEntry
 
@@ -15,43 +15,61 @@ from pagedmlx.core.prefix import PrefixEntry
 class BlockTable:
     """Block i holds the tokens [i * block_size, (i + 1) * block_size) of its sequence.
 
-    The table owns one reference to each of its blocks.
+    The table owns one reference to each block that it holds. Those that a window has passed are
+    given back, and leave their places behind.
 
     Args:
         pool: Where its blocks come from and go back to.
 
     Attributes:
-        blocks: The blocks in order.
+        num_passed: How many of the first places are empty.
+        blocks: The blocks of the other places, in order.
         entries: Prefix entries of the first blocks, as far as their content has been indexed; an
-            entry may name another block of equal content.
+            entry may name another block of equal content. None where a window passed before.
     """
 
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
+        self.num_passed = 0
         self.blocks: list[Block] = []
-        self.entries: list[PrefixEntry] = []
+        self.entries: list[PrefixEntry | None] = []
         self._ids = np.empty(8, dtype=np.int32)
 
     def __len__(self) -> int:
-        return len(self.blocks)
+        return self.num_passed + len(self.blocks)
+
+    def __getitem__(self, index: int) -> Block:
+        assert self.num_passed <= index, "a window has passed this block"
+        return self.blocks[index - self.num_passed]
 
     def as_array(self, num_blocks: int | None = None) -> npt.NDArray[np.int32]:
-        """Ids of the first ``num_blocks`` blocks (default all), as a copy."""
-        count = len(self.blocks) if num_blocks is None else num_blocks
-        assert count <= len(self.blocks)
+        """Ids of the first ``num_blocks`` places (default all), as a copy; NO_BLOCK where empty."""
+        count = len(self) if num_blocks is None else num_blocks
+        assert count <= len(self)
         return self._ids[:count].copy()
 
     def append(self) -> Block:
         """Allocate one more block at the end."""
         block = self.pool.allocate()
-        self._push(block)
+        self._push(block.block_id)
+        self.blocks.append(block)
         return block
 
-    def share(self, blocks: Iterable[Block]) -> None:
-        """Append blocks that others hold or that are cached, adding a reference to each."""
+    def share(self, blocks: Iterable[Block], num_passed: int = 0) -> None:
+        """Append blocks that others hold or that are cached, adding a reference to each.
+
+        Args:
+            blocks: The blocks.
+            num_passed: Empty places before them; only in an empty table.
+        """
+        assert not (num_passed and len(self))
+        for _ in range(num_passed):
+            self._push(NO_BLOCK)
+            self.num_passed += 1
         for block in blocks:
             self.pool.share(block)
-            self._push(block)
+            self._push(block.block_id)
+            self.blocks.append(block)
 
     def replace(self, index: int) -> tuple[Block, Block]:
         """Copy on write: put a new block in the place of one whose content others may want.
@@ -59,27 +77,40 @@ class BlockTable:
         Returns:
             The old block, whose content must be copied, and the new one.
         """
-        old = self.blocks[index]
+        old = self[index]
         assert old.ref_count > 1 or old.block_hash is not None, "nobody else wants its content"
         new = self.pool.allocate()
-        self.blocks[index] = new
+        self.blocks[index - self.num_passed] = new
         self._ids[index] = new.block_id
         self.pool.free(old)
         return old, new
 
+    def pass_until(self, index: int) -> None:
+        """Give back the blocks before a place, the first one first."""
+        count = index - self.num_passed
+        if count <= 0:
+            return
+        for block in self.blocks[:count]:
+            self.pool.free(block)
+        del self.blocks[:count]
+        self._ids[self.num_passed : index] = NO_BLOCK
+        self.num_passed = index
+
     def truncate(self, num_blocks: int) -> None:
-        """Give back all blocks after the first ``num_blocks``, the last one first."""
-        while len(self.blocks) > num_blocks:
+        """Give back all blocks from a place on, the last one first."""
+        assert num_blocks >= self.num_passed
+        while len(self) > num_blocks:
             self.pool.free(self.blocks.pop())
         del self.entries[num_blocks:]
 
     def release(self) -> None:
         """Give back every block, a chain's tail before its head."""
-        self.truncate(0)
+        self.truncate(self.num_passed)
+        self.num_passed = 0
+        self.entries.clear()
 
-    def _push(self, block: Block) -> None:
-        count = len(self.blocks)
+    def _push(self, block_id: int) -> None:
+        count = len(self)
         if count == len(self._ids):
             self._ids = np.concatenate([self._ids, np.empty_like(self._ids)])
-        self._ids[count] = block.block_id
-        self.blocks.append(block)
+        self._ids[count] = block_id

@@ -86,4 +86,4 @@ class Counters:
 
 def _waste_slots(sequence: Sequence, block_size: int) -> int:
     """Slots that a sequence holds and hasn't filled."""
-    return len(sequence.block_tables[0].blocks) * block_size - sequence.num_computed_tokens
+    return len(sequence.block_tables[0]) * block_size - sequence.num_computed_tokens

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 
-from pagedmlx.core.block import Block
+from pagedmlx.core.block import NO_BLOCK
 from pagedmlx.core.block_pool import BlockPool
 from pagedmlx.core.block_table import BlockTable
-from pagedmlx.core.groups import KVGroup
-from pagedmlx.core.prefix import HashFunction, PrefixEntry, PrefixIndex, hash_tokens, root_hash
+from pagedmlx.core.groups import KVGroup, Windows
+from pagedmlx.core.prefix import HashFunction, hash_tokens
+from pagedmlx.core.prefix_cache import PrefixCache, SharedPrefix
 from pagedmlx.core.sequence import Sequence
 from pagedmlx.core.step import BlockCopy
 
@@ -22,27 +22,12 @@ MIN_PARTIAL_TOKENS = 4
 about as much as two or three tokens more in a prefill."""
 
 
-@dataclass(frozen=True, slots=True)
-class SharedPrefix:
-    """Blocks that already hold K and V of a sequence's first tokens.
-
-    Attributes:
-        blocks: For each group the blocks, the first one first. Of the last one only a beginning may
-            count; it is copied before anything is written behind that.
-        entries: For each group the prefix entries of the full ones among them, where known.
-        num_tokens: Tokens that they hold; always less than the sequence has.
-    """
-
-    blocks: tuple[tuple[Block, ...], ...]
-    entries: tuple[tuple[PrefixEntry, ...], ...]
-    num_tokens: int
-
-
 class KVManager:
     """Block tables, prefix sharing, copy on write and forks for all sequences.
 
     Args:
-        groups: The model's KV groups, FULL or WINDOW; both keep every block of a sequence.
+        groups: The model's KV groups. FULL keeps every block of a sequence; so does WINDOW where
+            no group is FULL, else it gives back those that its window has passed.
         num_blocks: Blocks in each group's pool.
         block_size: Tokens in one block.
         enable_prefix_caching: Index full blocks and reuse them.
@@ -52,6 +37,7 @@ class KVManager:
         num_kept_blocks: For each group, from how many blocks on cached ones are evicted before
             more memory is taken; None is all of them.
         slab_blocks: Blocks whose memory is taken and given back together.
+        max_chunk: Most tokens of a sequence that one step computes.
     """
 
     def __init__(
@@ -66,36 +52,38 @@ class KVManager:
         min_partial_tokens: int = MIN_PARTIAL_TOKENS,
         num_kept_blocks: tuple[int, ...] | None = None,
         slab_blocks: int = 1,
+        max_chunk: int = 512,
     ) -> None:
         assert len(groups) == len(num_blocks) >= 1
         self.groups = groups
         self.block_size = block_size
-        self.enable_prefix_caching = enable_prefix_caching
         self.num_copies = 0
-        self._salts = salts
-        self._hash = hash_function
-        self._min_partial_tokens = min_partial_tokens
         self._slab_blocks = slab_blocks
-        self._indexes = tuple(PrefixIndex() for _ in groups)
+        self._windows = Windows(groups, block_size, max_chunk)
+        self._cache = PrefixCache(
+            self._windows,
+            block_size,
+            is_enabled=enable_prefix_caching,
+            salts=salts,
+            hash_function=hash_function,
+            min_partial_tokens=min_partial_tokens,
+        )
         self.pools = tuple(
             BlockPool(count, index, kept)
             for count, index, kept in zip(
-                num_blocks, self._indexes, num_kept_blocks or num_blocks, strict=True
+                num_blocks, self._cache.indexes, num_kept_blocks or num_blocks, strict=True
             )
         )
-        # Blocks that steps under way will fill: hash to tokens, and the hashes of each sequence.
-        self._pending: dict[bytes, tuple[int, ...]] = {}
-        self._pending_of: dict[int, list[tuple[int, bytes]]] = {}
 
     @property
     def capacity_tokens(self) -> int:
         """Longest sequence that fits when it has the pool to itself."""
-        return min(pool.num_blocks for pool in self.pools) * self.block_size
-
-    @property
-    def num_available_blocks(self) -> int:
-        """Blocks that every group can still give: free or cached."""
-        return min(pool.num_available_blocks for pool in self.pools)
+        most = min(
+            pool.num_blocks
+            for group, pool in enumerate(self.pools)
+            if self._windows.num_held(group, pool.num_blocks + 1) > pool.num_blocks
+        )
+        return most * self.block_size
 
     @property
     def can_give_back(self) -> bool:
@@ -113,17 +101,17 @@ class KVManager:
         """Blocks that hold this many tokens."""
         return -(-num_tokens // self.block_size)
 
-    def num_missing_blocks(self, sequence: Sequence) -> int:
-        """Blocks that the sequence's tokens need beyond those that it holds."""
-        needed = self.num_blocks_for(sequence.num_tokens_ahead)
-        return max(0, needed - len(sequence.block_tables[0]))
-
-    def num_promised_blocks(self, sequence: Sequence) -> int:
-        """Blocks to keep for a running one: what its tokens need, and one more if it may grow."""
-        num_held = len(sequence.block_tables[0].blocks)
+    def num_promised_blocks(self, sequence: Sequence) -> list[int]:
+        """Blocks of each group to keep for a running one: for its tokens, and one more to grow."""
         longest = sequence.num_prompt_tokens + sequence.request.max_output_tokens - 1
         needed = self.num_blocks_for(sequence.num_tokens_ahead) + 1
-        return max(0, min(needed, self.num_blocks_for(longest)) - num_held)
+        needed = min(needed, self.num_blocks_for(longest))
+        return [
+            max(0, self._windows.num_held(group, needed) - len(table.blocks))
+            if needed > len(table)
+            else 0
+            for group, table in enumerate(sequence.block_tables)
+        ]
 
     # Admission: what can be shared, and whether the rest fits.
 
@@ -133,114 +121,78 @@ class KVManager:
         Where the next cached block begins like the sequence's next one, its beginning is part of
         the prefix too.
         """
-        usable = self._num_usable_blocks(sequence)
-        root = self._extend_hashes(sequence, usable)
-        # Who waits looks again at each step: what was found is kept as far as it still stands.
-        chains = sequence.cached_chains
-        chains.extend([] for _ in range(len(self.groups) - len(chains)))
-        for prefix_index, chain in zip(self._indexes, chains, strict=True):
-            prefix_index.cut_dead(chain)
-        known = min(usable, *map(len, chains))
-        for chain in chains:
-            del chain[known:]
-        for index in range(known, usable):
-            tokens = self._block_tokens(sequence, index)
-            found = [
-                prefix_index.find(
-                    sequence.block_hashes[index], tokens, chain[-1] if chain else None, root
-                )
-                for prefix_index, chain in zip(self._indexes, chains, strict=True)
-            ]
-            if not all(found):
-                break
-            for chain, entry in zip(chains, found, strict=True):
-                assert entry is not None
-                chain.append(entry)
-        beginnings, num_alike = self._find_beginnings(sequence, chains, root)
-        return SharedPrefix(
-            blocks=tuple(
-                (*(entry.block for entry in chain), *beginning)
-                for chain, beginning in zip(chains, beginnings, strict=True)
-            ),
-            entries=tuple(map(tuple, chains)),
-            num_tokens=len(chains[0]) * self.block_size + num_alike,
-        )
-
-    def _find_beginnings(
-        self, sequence: Sequence, chains: list[list[PrefixEntry]], root: bytes
-    ) -> tuple[tuple[tuple[Block, ...], ...], int]:
-        """For each group the block after its chain that begins most like the sequence's next one.
-
-        Returns:
-            No block or one for each group, and in how many tokens all of them are alike.
-        """
-        start = len(chains[0]) * self.block_size
-        most = min(self.block_size, sequence.num_tokens - start) - 1
-        if self.enable_prefix_caching and most >= self._min_partial_tokens:
-            tokens = tuple(sequence.token_ids[start : start + most])
-            found = [
-                prefix_index.find_beginning(tokens, chain[-1] if chain else None, root)
-                for prefix_index, chain in zip(self._indexes, chains, strict=True)
-            ]
-            num_alike = min(0 if each is None else each[1] for each in found)
-            if num_alike >= self._min_partial_tokens:
-                return tuple((each[0].block,) for each in found if each is not None), num_alike
-        return ((),) * len(chains), 0
+        return self._cache.find(sequence)
 
     def no_prefix(self) -> SharedPrefix:
         """For a sequence that is to compute all of its tokens."""
-        nothing = ((),) * len(self.groups)
-        return SharedPrefix(blocks=nothing, entries=nothing, num_tokens=0)
+        return self._cache.nothing()
 
     def is_pending(self, sequence: Sequence, prefix: SharedPrefix) -> bool:
         """Whether the first block after ``prefix`` is being computed by a step under way."""
-        index = prefix.num_tokens // self.block_size
-        if index >= self._num_usable_blocks(sequence):
-            return False
-        tokens = self._pending.get(sequence.block_hashes[index])
-        return tokens == self._block_tokens(sequence, index)
+        return self._cache.is_pending(sequence, prefix)
+
+    def can_fork(self, sequence: Sequence, sibling: Sequence) -> bool:
+        """Whether a sibling that has computed their prompt still holds what the other needs."""
+        position = sequence.num_prompt_tokens - 1
+        return all(
+            sibling.block_tables[group].num_passed <= self._windows.first_needed(group, position)
+            for group in self._windows.passing
+        )
 
     def find_forkable(self, sequence: Sequence, sibling: Sequence) -> SharedPrefix:
         """The blocks of a sibling that hold all of their common prompt but its last token."""
         num_tokens = sequence.num_prompt_tokens - 1
         assert sibling.request is sequence.request
         assert sibling.num_computed_tokens >= num_tokens
+        assert self.can_fork(sequence, sibling)
         count = self.num_blocks_for(num_tokens)
         full = num_tokens // self.block_size
+        tables = sibling.block_tables
         return SharedPrefix(
-            blocks=tuple(tuple(table.blocks[:count]) for table in sibling.block_tables),
-            entries=tuple(tuple(table.entries[:full]) for table in sibling.block_tables),
+            blocks=tuple(tuple(table.blocks[: count - table.num_passed]) for table in tables),
+            num_passed=tuple(table.num_passed for table in tables),
+            entries=tuple(tuple(table.entries[:full]) for table in tables),
             num_tokens=num_tokens,
         )
 
+    def has_room(self, keep_available: list[int]) -> bool:
+        """Whether every group has more blocks available than these."""
+        return all(
+            pool.num_available_blocks > keep
+            for pool, keep in zip(self.pools, keep_available, strict=True)
+        )
+
     def num_blocks_short(
-        self, sequence: Sequence, prefix: SharedPrefix, keep_available: int
+        self, sequence: Sequence, prefix: SharedPrefix, keep_available: list[int] | None = None
     ) -> int:
         """How many blocks are missing to admit a sequence; 0 or less means that it fits.
 
         Args:
             sequence: Waiting; all its known tokens must fit.
             prefix: What it would share.
-            keep_available: Blocks that must stay available for others.
+            keep_available: Blocks of each group that must stay available for others.
+
+        Returns:
+            That number in the group where it is largest.
         """
-        needed = self.num_blocks_for(sequence.num_tokens) - len(prefix.blocks[0])
         is_partial = prefix.num_tokens % self.block_size > 0
+        num_new = self.num_blocks_for(sequence.num_tokens) - self.num_blocks_for(prefix.num_tokens)
         short: list[int] = []
-        for pool, blocks in zip(self.pools, prefix.blocks, strict=True):
+        for group, (pool, blocks) in enumerate(zip(self.pools, prefix.blocks, strict=True)):
             available = pool.num_available_blocks - sum(block.ref_count == 0 for block in blocks)
             # A last block that others hold must be copied; a cached one could be taken over.
             must_copy = is_partial and blocks[-1].ref_count > 0
-            short.append(needed + must_copy + keep_available - available)
+            needed = self._windows.num_held(group, num_new + must_copy)
+            keep = keep_available[group] if keep_available is not None else 0
+            short.append(needed + keep - available)
         return max(short)
 
     def admit(self, sequence: Sequence, prefix: SharedPrefix) -> None:
         """Give a waiting sequence its shared blocks; allocates none."""
         assert not any(len(table) for table in sequence.block_tables)
-        for table, blocks, entries in zip(
-            sequence.block_tables, prefix.blocks, prefix.entries, strict=True
-        ):
-            table.share(blocks)
-            table.entries.extend(entries)
+        for group, table in enumerate(sequence.block_tables):
+            table.share(prefix.blocks[group], prefix.num_passed[group])
+            table.entries.extend(prefix.entries[group])
         sequence.num_computed_tokens = prefix.num_tokens
 
     # Running: room for the next tokens, publication, release.
@@ -249,22 +201,29 @@ class KVManager:
         """Make room to write the next ``num_tokens`` tokens, copying shared blocks first.
 
         A block that nobody else holds, but that is indexed, is copied too where there is room for
-        it, so that it stays cached; else it is written over and forgotten.
+        it, so that it stays cached; else it is written over and forgotten. Blocks that no token
+        from there on sees are given back first, in any case.
 
         Returns:
-            The copies to schedule before the write, or None (and nothing changed) when the pool
-            has too few blocks.
+            The copies to schedule before the write, or None (and nothing else changed) when the
+            pool has too few blocks.
         """
         start = sequence.num_computed_tokens
         end = start + num_tokens
+        for group in self._windows.passing:
+            table = sequence.block_tables[group]
+            # A fork in this step begins one token earlier.
+            first = self._windows.first_needed(group, start - 1)
+            # What isn't indexed yet would be lost to others.
+            table.pass_until(min(first, len(table.entries)) if self._cache.is_enabled else first)
         if self._may_write_at_once(sequence, start, end):
-            self._note_pending(sequence, start, end)
+            self._cache.note_pending(sequence, start, end)
             return []
         num_blocks, first = self.num_blocks_for(end), start // self.block_size
         copied: list[list[int]] = []
         for table in sequence.block_tables:
             num_new = max(0, num_blocks - len(table))
-            written = [(index, table.blocks[index]) for index in range(first, len(table))]
+            written = [(index, table[index]) for index in range(first, len(table))]
             shared = [index for index, block in written if block.ref_count > 1]
             known = [i for i, block in written if block.ref_count > 1 or block.block_hash]
             if not table.pool.can_allocate(len(shared) + num_new):
@@ -275,13 +234,14 @@ class KVManager:
             for index in indexes:
                 old, new = table.replace(index)
                 copies.append(BlockCopy(group, old.block_id, new.block_id))
-            for block in table.blocks[first:]:
-                if block.block_hash is not None:
-                    self._indexes[group].remove(block)  # its known content is about to change
+            for index in range(first, len(table)):
+                if table[index].block_hash is not None:
+                    # Its known content is about to change.
+                    self._cache.indexes[group].remove(table[index])
             while len(table) < num_blocks:
                 table.append()
         self.num_copies += len(copies)
-        self._note_pending(sequence, start, end)
+        self._cache.note_pending(sequence, start, end)
         return copies
 
     def _may_write_at_once(self, sequence: Sequence, start: int, end: int) -> bool:
@@ -290,9 +250,9 @@ class KVManager:
         if (end - 1) // self.block_size > last:
             return False
         for table in sequence.block_tables:
-            if len(table.blocks) != last + 1:
+            if len(table) != last + 1:
                 return False
-            block = table.blocks[last]
+            block = table.blocks[-1]
             if block.ref_count > 1 or block.block_hash is not None:
                 return False
         return True
@@ -302,53 +262,30 @@ class KVManager:
 
         Call it only after the step that computed them has completed.
         """
-        if not self.enable_prefix_caching:
-            return
-        num_full = end // self.block_size
-        for table in sequence.block_tables:
-            if len(table.entries) < num_full:
-                break
-        else:
-            return
-        root = self._extend_hashes(sequence, num_full)
-        for table, prefix_index in zip(sequence.block_tables, self._indexes, strict=True):
-            chain = table.entries
-            # An entry may name another's block, evicted since; nothing is found behind a hole.
-            prefix_index.cut_dead(chain)
-            for index in range(len(chain), num_full):
-                parent = chain[-1] if chain else None
-                tokens = self._block_tokens(sequence, index)
-                block_hash = sequence.block_hashes[index]
-                entry = prefix_index.find(block_hash, tokens, parent, root)
-                if entry is None:
-                    entry, displaced = prefix_index.publish(
-                        table.blocks[index], block_hash, tokens, parent, root
-                    )
-                    if displaced is not None:
-                        table.pool.forget(displaced)
-                chain.append(entry)
+        self._cache.publish(sequence, end)
 
     def end_pending(self, sequence: Sequence, end: int | None = None) -> None:
         """Tokens below ``end`` are computed, or with None never will be: nobody waits for them."""
-        blocks = self._pending_of.pop(sequence.seq_id, None)
-        if blocks is None:
-            return
-        done = [block for block in blocks if end is None or block[0] < end // self.block_size]
-        for _, block_hash in done:
-            self._pending.pop(block_hash, None)
-        if len(done) < len(blocks):
-            self._pending_of[sequence.seq_id] = blocks[len(done) :]
+        self._cache.end_pending(sequence, end)
 
     def truncate(self, sequence: Sequence, num_tokens: int) -> None:
         """Drop the tokens from ``num_tokens`` on; blocks left without any go back.
 
-        Call it between steps, never while one that computes the sequence is under way.
+        Where a window has passed blocks that it would see again, all is to be computed anew. Call
+        it between steps, never while one that computes the sequence is under way.
         """
         assert 1 <= num_tokens <= sequence.num_tokens
         num_computed = min(sequence.num_computed_tokens, num_tokens)
         num_full = num_tokens // self.block_size
         del sequence.token_ids[num_tokens:]
         del sequence.block_hashes[num_full:]
+        if any(
+            sequence.block_tables[group].num_passed
+            > self._windows.first_needed(group, num_computed)
+            for group in self._windows.passing
+        ):
+            self.release(sequence)
+            num_computed = 0
         sequence.num_computed_tokens = num_computed
         for chain in sequence.cached_chains:
             del chain[num_full:]
@@ -387,42 +324,17 @@ class KVManager:
             for table, counter in zip(sequence.block_tables, counts, strict=True):
                 ids = [block.block_id for block in table.blocks]
                 assert len(set(ids)) == len(ids), f"sequence {sequence.seq_id} holds a block twice"
-                assert ids == table.as_array().tolist(), "a table's ids are stale"
+                passed = [NO_BLOCK] * table.num_passed
+                assert [*passed, *ids] == table.as_array().tolist(), "a table's ids are stale"
                 counter.update(ids)
                 covered = len(table) * self.block_size
                 assert covered >= sequence.num_computed_tokens, "computed tokens have no block"
                 assert covered - sequence.num_computed_tokens < self.block_size, "idle block held"
-        for pool, prefix_index, counter in zip(self.pools, self._indexes, counts, strict=True):
+            for group, table in enumerate(sequence.block_tables):
+                first = self._windows.first_needed(group, sequence.num_computed_tokens)
+                assert table.num_passed <= first, "a block is passed that is still seen"
+        for pool, prefix_index, counter in zip(
+            self.pools, self._cache.indexes, counts, strict=True
+        ):
             pool.check_integrity(counter)
             prefix_index.check_integrity()
-
-    def _note_pending(self, sequence: Sequence, start: int, end: int) -> None:
-        if not self.enable_prefix_caching:
-            return
-        # A block that ends with an unread token has no hash yet.
-        first, last = start // self.block_size, min(end, sequence.num_tokens) // self.block_size
-        if first >= last:
-            return
-        self._extend_hashes(sequence, last)
-        blocks = list(enumerate(sequence.block_hashes[first:last], start=first))
-        self._pending_of.setdefault(sequence.seq_id, []).extend(blocks)
-        for index, block_hash in blocks:
-            self._pending[block_hash] = self._block_tokens(sequence, index)
-
-    def _num_usable_blocks(self, sequence: Sequence) -> int:
-        if not self.enable_prefix_caching:
-            return 0
-        return (sequence.num_tokens - 1) // self.block_size
-
-    def _extend_hashes(self, sequence: Sequence, num_blocks: int) -> bytes:
-        if sequence.root_hash is None:
-            sequence.root_hash = root_hash(*self._salts, sequence.request.cache_salt)
-        hashes = sequence.block_hashes
-        for index in range(len(hashes), num_blocks):
-            parent = hashes[-1] if hashes else sequence.root_hash
-            hashes.append(self._hash(parent, self._block_tokens(sequence, index)))
-        return sequence.root_hash
-
-    def _block_tokens(self, sequence: Sequence, index: int) -> tuple[int, ...]:
-        start = index * self.block_size
-        return tuple(sequence.token_ids[start : start + self.block_size])

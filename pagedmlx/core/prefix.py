@@ -135,10 +135,10 @@ class PrefixIndex:
         block_hash = entry.block.block_hash
         return block_hash is not None and self._entries.get(block_hash) is entry
 
-    def cut_dead(self, chain: list[PrefixEntry]) -> None:
+    def cut_dead(self, chain: list[PrefixEntry] | list[PrefixEntry | None]) -> None:
         """Shorten a chain to the entries before the first one that is no longer indexed."""
         for index, entry in enumerate(chain):
-            if not self.is_live(entry):
+            if entry is None or not self.is_live(entry):
                 del chain[index:]
                 return
 

@@ -276,7 +276,9 @@ class Scheduler:
             return
         blocked: list[Sequence] = []
         # Each that runs keeps a block to grow into, else it would soon preempt who came last.
-        keep = sum(self.kv.num_promised_blocks(sequence) for sequence in self.running)
+        keep = [0] * len(self.kv.pools)
+        for sequence in self.running:
+            _add(keep, self.kv.num_promised_blocks(sequence))
         num_deferred = 0
         for sequence in tuple(self.waiting):
             if plan.num_tokens_left < 1 or len(self.running) >= self._config.max_num_seqs:
@@ -290,7 +292,7 @@ class Scheduler:
             # Whatever it shares, it needs a block of its own. A step never both takes a sequence's
             # blocks and runs it, and all tokens of one that starts must be known.
             if (
-                self.kv.num_available_blocks <= keep
+                not self.kv.has_room(keep)
                 or sequence.seq_id in plan.preempted
                 or sequence.num_unread_tokens
             ):
@@ -313,7 +315,7 @@ class Scheduler:
                 blocked.append(sequence)
                 continue
             self._admit(plan, sequence, prefix)
-            keep += self.kv.num_promised_blocks(sequence)
+            _add(keep, self.kv.num_promised_blocks(sequence))
             for passed in blocked:
                 passed.num_overtaken += 1
                 self._counters.num_overtakes += 1
@@ -342,7 +344,7 @@ class Scheduler:
         prefix = self.kv.find_cached(sequence)
         if prefix.num_tokens < sequence.num_prompt_tokens - 1:
             for sibling in siblings:
-                if self._can_fork(plan, sibling):
+                if self._can_fork(plan, sibling) and self.kv.can_fork(sequence, sibling):
                     return self.kv.find_forkable(sequence, sibling)
         return prefix
 
@@ -427,6 +429,11 @@ class Scheduler:
 def _num_left(sequence: Sequence) -> int:
     """Tokens that it has still to compute."""
     return sequence.num_tokens_ahead - sequence.num_computed_tokens
+
+
+def _add(counts: list[int], more: list[int]) -> None:
+    for group, count in enumerate(more):
+        counts[group] += count
 
 
 def _order(sequence: Sequence) -> tuple[int, int, int]:

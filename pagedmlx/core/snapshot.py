@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedmlx.core.batch import Int32Array
+from pagedmlx.core.block import NO_BLOCK
 from pagedmlx.core.kv_manager import KVManager
 from pagedmlx.core.sequence import Sequence
 from pagedmlx.core.stats import EngineStats
@@ -37,7 +38,7 @@ class SequenceSnapshot:
         num_missing_blocks: Blocks that aren't there for it; 0 for one that runs or only waits for
             its turn.
         num_preemptions: How often it lost its blocks.
-        block_ids: Its blocks in order, for each KV group.
+        block_ids: Its blocks in order, for each KV group; NO_BLOCK where a window has passed.
     """
 
     request_id: str
@@ -95,10 +96,9 @@ def take_snapshot(
         running: Sequences that hold blocks.
         waiting: Sequences that hold none.
     """
-    available = kv.num_available_blocks
     seen = [_sequence(sequence, 0) for sequence in running]
     for sequence in waiting:
-        missing = max(0, kv.num_missing_blocks(sequence) - available)
+        missing = max(0, kv.num_blocks_short(sequence, kv.no_prefix()))
         seen.append(_sequence(sequence, missing))
     pools = tuple(_pool(kv, group, seen) for group in range(len(kv.groups)))
     return EngineSnapshot(stats, tuple(seen), pools)
@@ -127,6 +127,7 @@ def _pool(kv: KVManager, group: int, sequences: SequenceOf[SequenceSnapshot]) ->
     # Backwards, so that the first holder's place is what stays.
     for place in range(len(sequences) - 1, -1, -1):
         block_ids = sequences[place].block_ids[group]
+        block_ids = block_ids[block_ids != NO_BLOCK]
         owners[block_ids] = place
         ref_counts[block_ids] += 1
     return PoolSnapshot(owners, ref_counts, pool.is_cached)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pagedmlx.core.block import NO_BLOCK
 from pagedmlx.core.snapshot import EngineSnapshot, PoolSnapshot, SequenceSnapshot
 from pagedmlx.core.stats import EngineStats
 
@@ -91,7 +92,7 @@ def _sequence(sequence: Mapping[str, Any], pools: tuple[PoolSnapshot, ...]) -> S
         raise ValueError("no block map: a sequence has tables for other pools")
     block_ids = tuple(np.array(ids, dtype=np.int32).reshape(-1) for ids in tables)
     for ids, pool in zip(block_ids, pools, strict=True):
-        if len(ids) and not 0 <= ids.min() <= ids.max() < len(pool.owners):
+        if len(ids) and not NO_BLOCK <= ids.min() <= ids.max() < len(pool.owners):
             raise ValueError("no block map: a table names blocks that are not there")
     plain = {name: sequence[name] for name in _PLAIN}
     for name, value in plain.items():

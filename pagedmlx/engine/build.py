@@ -14,7 +14,13 @@ from pagedmlx.core.scheduler import Scheduler
 from pagedmlx.engine.engine import Engine
 from pagedmlx.engine.grammars import grammar_backend
 from pagedmlx.engine.inputs import EngineLimits
-from pagedmlx.engine.memory import PoolPlan, device_memory_bytes, measure_headroom, plan_pool
+from pagedmlx.engine.memory import (
+    PoolPlan,
+    device_memory_bytes,
+    max_chunk,
+    measure_headroom,
+    plan_pool,
+)
 from pagedmlx.engine.runner import ModelRunner
 from pagedmlx.errors import InvalidRequestError, ModelLoadError, UnsupportedModelError
 from pagedmlx.kv.store import KVStore
@@ -95,6 +101,7 @@ def build_engine(
             salts=(loaded.model_id, adapter.layout.dtype),
             num_kept_blocks=plan.num_kept_blocks,
             slab_blocks=plan.slab_blocks,
+            max_chunk=max_chunk(config),
         )
         engine = Engine(
             config,
@@ -192,8 +199,9 @@ def _allocate(
 
 
 def _pool_notes(plan: PoolPlan, limits: EngineLimits) -> list[str]:
+    counts = " and ".join(map(str, dict.fromkeys(plan.num_blocks)))
     notes = [
-        f"pool: up to {plan.num_blocks[0]} blocks of {limits.block_size} tokens, "
+        f"pool: up to {counts} blocks of {limits.block_size} tokens, "
         f"{plan.pool_bytes / 2**20:.0f} MiB; memory is taken as they fill"
     ]
     if limits.max_len < limits.max_model_len:

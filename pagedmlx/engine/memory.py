@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 
 import mlx.core as mx
 
 from pagedmlx.config import EngineConfig
+from pagedmlx.core.groups import Windows
 from pagedmlx.errors import InvalidRequestError
 from pagedmlx.kv.layout import KVLayout
 from pagedmlx.kv.writer import PoolWriter
@@ -23,6 +25,11 @@ MAX_CPU_POOL_BYTES = 1 << 30
 MIN_SLAB_BYTES = 16 << 20
 NUM_SLABS = 16
 """Slabs of a large pool: growing copies it, so fewer cost less time, more less memory."""
+
+WINDOWS_LONG = 4
+MIN_WINDOWED_TOKENS = 1024
+"""The pool of a model with sliding windows is divided for sequences this long: so many windows, and
+at least so many tokens."""
 
 CPU_HEADROOM_BYTES = 1 << 30
 
@@ -135,11 +142,11 @@ def plan_pool(
         max_num_seqs = max(1, min(max_num_seqs, for_states // layout.state_bytes))
         available -= max_num_seqs * layout.state_bytes
     state_bytes = max_num_seqs * layout.state_bytes
-    num_blocks = config.num_blocks or STATE_ONLY_TOKENS // layout.block_size
-    if block_bytes:
-        num_blocks = available // block_bytes
-    pool_bytes = num_blocks * block_bytes
-    if available < block_bytes:
+    num_blocks = (config.num_blocks or STATE_ONLY_TOKENS // layout.block_size,) * len(layout.groups)
+    if block_bytes and config.num_blocks is None:
+        num_blocks = _divide(available, layout, _windows(config, layout))
+    pool_bytes = _pool_bytes(layout, num_blocks)
+    if min(num_blocks) < 1:
         state = f" beside a state of {layout.state_bytes}" if layout.state_bytes else ""
         raise InvalidRequestError(
             field,
@@ -155,19 +162,64 @@ def plan_pool(
             hint="ask for fewer blocks, fewer sequences or less memory",
         )
     num_kept = num_blocks
-    slab_blocks = num_blocks
-    if block_bytes:
+    slab_blocks = max(num_blocks)
+    if pool_bytes:
         slab_bytes = max(pool_bytes // NUM_SLABS, MIN_SLAB_BYTES)
-        slab_blocks = min(num_blocks, -(-slab_bytes // block_bytes))
-        if kept_bytes is not None:
-            num_kept = min(num_blocks, kept_bytes // block_bytes)
+        slab_blocks = min(slab_blocks, -(-slab_bytes * max(num_blocks) // pool_bytes))
+        if kept_bytes is not None and kept_bytes < pool_bytes:
+            num_kept = tuple(count * kept_bytes // pool_bytes for count in num_blocks)
     return PoolPlan(
-        num_blocks=(num_blocks,) * len(layout.groups),
-        num_kept_blocks=(num_kept,) * len(layout.groups),
+        num_blocks=num_blocks,
+        num_kept_blocks=num_kept,
         slab_blocks=slab_blocks,
         block_bytes=block_bytes,
         pool_bytes=pool_bytes,
-        capacity_tokens=num_blocks * layout.block_size,
+        capacity_tokens=max(num_blocks) * layout.block_size,
         max_num_seqs=max_num_seqs,
         state_bytes=state_bytes,
     )
+
+
+def max_chunk(config: EngineConfig) -> int:
+    """Most tokens of a sequence that one step computes."""
+    return min(config.prefill_chunk_size, config.max_num_batched_tokens)
+
+
+def _windows(config: EngineConfig, layout: KVLayout) -> Windows:
+    return Windows(layout.groups, layout.block_size, max_chunk(config))
+
+
+def _divide(available: int, layout: KVLayout, windows: Windows) -> tuple[int, ...]:
+    """The most blocks for each group that these bytes pay for.
+
+    Groups whose window passes get what suits sequences of ``WINDOWS_LONG`` windows, and at least
+    what the longest sequence holds. With shorter ones their blocks run out first, with longer ones
+    those of the other groups.
+    """
+
+    def numbers(num_blocks: int) -> tuple[int, ...]:
+        counts = [num_blocks] * len(layout.groups)
+        for group in windows.passing:
+            window = layout.groups[group].window
+            assert window is not None
+            length = max(WINDOWS_LONG * window, MIN_WINDOWED_TOKENS)
+            share = min(1.0, (window + 2 * layout.block_size) / length)
+            held = windows.num_held(group, num_blocks)
+            counts[group] = min(num_blocks, max(held, math.ceil(num_blocks * share)))
+        return tuple(counts)
+
+    low, high = (
+        0,
+        1 + available // min(layout.block_bytes(group) or available for group in windows.keeping),
+    )
+    while high - low > 1:
+        middle = (low + high) // 2
+        if _pool_bytes(layout, numbers(middle)) <= available:
+            low = middle
+        else:
+            high = middle
+    return numbers(low)
+
+
+def _pool_bytes(layout: KVLayout, num_blocks: tuple[int, ...]) -> int:
+    return sum(count * layout.block_bytes(group) for group, count in enumerate(num_blocks))

@@ -132,7 +132,7 @@ def test_a_partial_hit_is_used_up_to_the_first_hole() -> None:
     kv = make_kv()
     kv.release(compute(kv, A + B + C))
     hole = kv.find_cached(new_sequence(kv, (*A, *B, *C, 0))).blocks[0][1]
-    kv._indexes[0].remove(hole)
+    kv._cache.indexes[0].remove(hole)
     kv.pools[0].forget(hole)
     kv.check_integrity([])
     assert num_cached(kv, (*A, *B, *C, 0)) == 4
@@ -144,7 +144,7 @@ def test_reviving_a_cached_block_keeps_counts_and_others_apart() -> None:
     again = compute(kv, (*A, *B, 0))
     big = new_sequence(kv, (*C, *A))
     prefix = kv.find_cached(big)
-    assert kv.num_blocks_short(big, prefix, 0) == 1
+    assert kv.num_blocks_short(big, prefix) == 1
     assert kv.try_allocate(big, 8) is None
     kv.check_integrity([again])
     kv.release(again)
@@ -157,7 +157,7 @@ def test_cached_blocks_that_a_sequence_would_share_do_not_count_as_room() -> Non
     kv = make_kv(3)
     kv.release(compute(kv, A + B))
     sequence = new_sequence(kv, (*A, *B, 1, 2, 3, 4, 5))
-    assert kv.num_blocks_short(sequence, kv.find_cached(sequence), 0) == 1
+    assert kv.num_blocks_short(sequence, kv.find_cached(sequence)) == 1
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_blocks_are_shared_only_where_every_salt_agrees(
     kv = make_kv(salts=("model",))
     kv.release(compute(kv, A + B))
     assert num_cached(kv, (*A, *B, 0)) == 8
-    kv._salts = salts
+    kv._cache._salts = salts
     assert num_cached(kv, (*A, *B, 0), salt=request_salt) == 0
 
 
@@ -198,7 +198,7 @@ def test_an_allocation_that_fails_leaves_no_trace_in_any_group() -> None:
     assert kv.try_allocate(sequence, 4) is None
     assert [len(table) for table in sequence.block_tables] == [1, 1]
     assert kv.num_copies == 0
-    assert not kv._pending
+    assert not kv._cache._pending
     for block in hoard:
         kv.pools[1].free(block)
     kv.check_integrity([sequence])
@@ -309,7 +309,7 @@ def test_in_a_full_pool_a_beginning_is_taken_over_and_needs_no_room() -> None:
     kv.release(compute(kv, A + B))
     sequence = new_sequence(kv, (*A, 5, 6, 0, 0))
     prefix = kv.find_cached(sequence)
-    assert kv.num_blocks_short(sequence, prefix, 0) == 0
+    assert kv.num_blocks_short(sequence, prefix) == 0
     kv.admit(sequence, prefix)
     assert kv.try_allocate(sequence, 2) == []
     sequence.num_computed_tokens = 8
@@ -323,7 +323,7 @@ def test_a_beginning_that_another_one_holds_needs_room_for_its_copy() -> None:
     kv = make_kv(2, min_partial_tokens=2)
     holder = compute(kv, A + B)
     sequence = new_sequence(kv, (*A, 5, 6, 0))
-    assert kv.num_blocks_short(sequence, kv.find_cached(sequence), 0) == 1
+    assert kv.num_blocks_short(sequence, kv.find_cached(sequence)) == 1
     kv.check_integrity([holder])
 
 
@@ -331,8 +331,8 @@ def test_every_group_must_have_the_beginning() -> None:
     kv = make_kv(groups=(FULL, WINDOW), min_partial_tokens=2)
     kv.release(compute(kv, A + B))
     assert found(kv, (*A, 5, 6, 7, 0, 0)) == (7, [0, 1])
-    block = kv.find_cached(new_sequence(kv, (*A, *B, 0))).blocks[1][1]
-    kv._indexes[1].remove(block)
+    block = kv.find_cached(new_sequence(kv, (*A, *B, 0))).blocks[1][-1]
+    kv._cache.indexes[1].remove(block)
     kv.pools[1].forget(block)
     assert found(kv, (*A, 5, 6, 7, 0, 0)) == (4, [0])
 
@@ -433,4 +433,4 @@ def test_a_fork_counts_the_copy_of_its_partly_filled_block() -> None:
     first = compute(kv, (*A, 1, 2))
     twin = Sequence(1, first.request, 1, [*A, 1, 2], kv.new_tables())
     prefix = kv.find_forkable(twin, first)
-    assert kv.num_blocks_short(twin, prefix, 0) == 1 - 2
+    assert kv.num_blocks_short(twin, prefix) == 1 - 2

@@ -41,6 +41,7 @@ class KVManagerMachine(RuleBasedStateMachine):
         hash_function=hash_functions,
         prefix_caching=st.sampled_from([True, True, True, False]),
         min_partial_tokens=min_partial_tokens,
+        max_chunk=st.sampled_from([1, 2, 5, 512]),
     )
     def start(
         self,
@@ -50,6 +51,7 @@ class KVManagerMachine(RuleBasedStateMachine):
         hash_function: HashFunction,
         prefix_caching: bool,
         min_partial_tokens: int,
+        max_chunk: int,
     ) -> None:
         self.kv = make_kv(
             num_blocks,
@@ -58,7 +60,9 @@ class KVManagerMachine(RuleBasedStateMachine):
             hash_function=hash_function,
             prefix_caching=prefix_caching,
             min_partial_tokens=min_partial_tokens,
+            max_chunk=max_chunk,
         )
+        self.max_chunk = max_chunk
         self.ghost = GhostMemory(self.kv)
 
     @rule(prompt=prompts(), salt=cache_salts)
@@ -66,7 +70,7 @@ class KVManagerMachine(RuleBasedStateMachine):
         sequence = self._create(prompt, salt)
         prefix = self.kv.find_cached(sequence)
         assert prefix.num_tokens < len(prompt)
-        if self.kv.num_blocks_short(sequence, prefix, 0) <= 0:
+        if self.kv.num_blocks_short(sequence, prefix) <= 0:
             self.kv.admit(sequence, prefix)
             self.live.append(sequence)
             self._check_held(sequence)
@@ -81,7 +85,7 @@ class KVManagerMachine(RuleBasedStateMachine):
         sequence.request = sibling.request
         prefix = self.kv.find_forkable(sequence, sibling)
         assert prefix.num_tokens == sibling.num_prompt_tokens - 1
-        if self.kv.num_blocks_short(sequence, prefix, 0) <= 0:
+        if self.kv.num_blocks_short(sequence, prefix) <= 0:
             self.kv.admit(sequence, prefix)
             self.live.append(sequence)
             self._check_held(sequence)
@@ -94,13 +98,17 @@ class KVManagerMachine(RuleBasedStateMachine):
         copies: list[BlockCopy] = []
         for sequence in chosen:
             start, left = sequence.num_computed_tokens, sequence.num_tokens
-            num_tokens = data.draw(st.integers(1, left - start))
+            num_tokens = data.draw(st.integers(1, min(left - start, self.max_chunk)))
             before = [pool.num_available_blocks for pool in self.kv.pools]
             ids = [table.as_array().tolist() for table in sequence.block_tables]
             made = self.kv.try_allocate(sequence, num_tokens)
             if made is None:
-                assert before == [pool.num_available_blocks for pool in self.kv.pools]
-                assert ids == [table.as_array().tolist() for table in sequence.block_tables]
+                # Only what the window has passed may be gone.
+                for pool, count in zip(self.kv.pools, before, strict=True):
+                    assert pool.num_available_blocks >= count
+                for table, old in zip(sequence.block_tables, ids, strict=True):
+                    assert table.as_array().tolist()[table.num_passed :] == old[table.num_passed :]
+                assert self.kv.pools[0].num_available_blocks == before[0]
                 continue
             copies += made
             sequence.num_computed_tokens = start + num_tokens
@@ -143,7 +151,7 @@ class KVManagerMachine(RuleBasedStateMachine):
         sequence = data.draw(st.sampled_from(self.live))
         self.kv.release(sequence)
         prefix = self.kv.find_cached(sequence)
-        if self.kv.num_blocks_short(sequence, prefix, 0) <= 0:
+        if self.kv.num_blocks_short(sequence, prefix) <= 0:
             self.kv.admit(sequence, prefix)
             self._check_held(sequence)
         else:
@@ -174,8 +182,8 @@ class KVManagerMachine(RuleBasedStateMachine):
             self.kv.release(sequence)
         self.kv.check_integrity([])
         assert all(pool.num_used_blocks == 0 for pool in self.kv.pools)
-        assert not self.kv._pending
-        assert not self.kv._pending_of
+        assert not self.kv._cache._pending
+        assert not self.kv._cache._pending_of
 
     def _create(self, prompt: tuple[int, ...], salt: str) -> Sequence:
         self.num_created += 1
@@ -188,16 +196,17 @@ class KVManagerMachine(RuleBasedStateMachine):
         )
 
     def _check_held(self, sequence: Sequence) -> None:
-        """The slots that count as computed hold exactly the sequence's own prefix."""
+        """The slots that count as computed hold the sequence's own prefix, where none was passed."""
         size, count = self.kv.block_size, sequence.num_computed_tokens
         for group, table in enumerate(sequence.block_tables):
+            first = table.num_passed * size
             held = [
                 self.ghost.slots[group].get(
-                    table.blocks[position // size].block_id * size + position % size
+                    table[position // size].block_id * size + position % size
                 )
-                for position in range(count)
+                for position in range(first, count)
             ]
-            assert held == self.ghost.prefixes(sequence, count)
+            assert held == self.ghost.prefixes(sequence, count)[first:]
 
 
 TestKVManager = KVManagerMachine.TestCase

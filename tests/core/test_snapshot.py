@@ -8,6 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pagedmlx.core.block import NO_BLOCK
 from pagedmlx.core.snapshot import NOBODY, EngineSnapshot
 from tests.support.core import FULL, WINDOW, Driver, make_driver, make_request
 
@@ -24,6 +25,7 @@ def check_map(driver: Driver) -> None:
             int(block_id)
             for sequence in snapshot.sequences
             for block_id in sequence.block_ids[group]
+            if block_id != NO_BLOCK
         )
         assert {b: int(n) for b, n in enumerate(pool.ref_counts) if n} == dict(held)
         assert set(np.flatnonzero(pool.owners != NOBODY)) == set(held)

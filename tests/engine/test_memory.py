@@ -29,9 +29,13 @@ LAYOUT = KVLayout(
 BLOCK_BYTES = 16 * 4 * 2 * 128 * 2
 
 
+# Without a window that passes blocks.
+EVEN = replace(LAYOUT, groups=(KVGroup(KVGroupKind.FULL, (0, 1, 2, 3)),))
+
+
 def plan(weights: int = GIB, device: int = 8 * GIB, **settings: Any) -> PoolPlan:
     on_gpu = settings.pop("on_gpu", True)
-    layout = settings.pop("layout", LAYOUT)
+    layout = settings.pop("layout", EVEN)
     return plan_pool(
         EngineConfig(**settings),
         layout,
@@ -44,12 +48,12 @@ def plan(weights: int = GIB, device: int = 8 * GIB, **settings: Any) -> PoolPlan
 
 def test_the_number_of_blocks_goes_before_everything_else():
     pool = plan(num_blocks=10, kv_cache_memory=GIB)
-    assert pool == PoolPlan((10, 10), (10, 10), 10, BLOCK_BYTES, 10 * BLOCK_BYTES, 160, 64)
+    assert pool == PoolPlan((10,), (10,), 10, BLOCK_BYTES, 10 * BLOCK_BYTES, 160, 64)
 
 
 def test_a_number_of_bytes_is_never_exceeded():
     pool = plan(kv_cache_memory=10 * BLOCK_BYTES + 5)
-    assert pool.num_blocks == (10, 10)
+    assert pool.num_blocks == (10,)
 
 
 def test_unasked_the_pool_may_take_what_is_left():
@@ -63,7 +67,7 @@ def test_unasked_the_pool_may_take_what_is_left():
 
 def test_cached_blocks_alone_take_no_more_than_a_limit_unless_the_size_is_given():
     kept = plan(device=64 * GIB).num_kept_blocks
-    assert kept == (KEPT_BYTES // BLOCK_BYTES,) * 2
+    assert kept == (KEPT_BYTES // BLOCK_BYTES,)
     small = plan(device=4 * GIB)
     assert small.num_kept_blocks == small.num_blocks
     given = plan(device=64 * GIB, kv_cache_memory=20 * GIB)
@@ -97,24 +101,47 @@ def test_a_pool_that_does_not_fit_is_refused_with_the_numbers(
     assert caught.value.hint
 
 
+def test_a_group_whose_window_passes_gets_what_its_window_needs():
+    bytes_of = [LAYOUT.block_bytes(group) for group in (0, 1)]
+    for memory in (1 << 20, 10 << 20, GIB, 3 * GIB):
+        pool = plan(layout=LAYOUT, kv_cache_memory=memory)
+        full, windowed = pool.num_blocks
+        assert full * bytes_of[0] + windowed * bytes_of[1] == pool.pool_bytes <= memory
+        assert pool.pool_bytes > memory - 2 * sum(bytes_of)
+        assert pool.capacity_tokens == full * 16
+        # One chunk of 512 over a window of 8, and the chunk before it; or all.
+        assert windowed >= min(full, 1024 // 16 + 1)
+        assert windowed < full or full <= 65
+    given = plan(layout=LAYOUT, num_blocks=1000)
+    assert given.num_blocks == (1000, 1000)
+    wide = replace(LAYOUT, groups=(LAYOUT.groups[0], KVGroup(KVGroupKind.WINDOW, (3,), 4096)))
+    full, windowed = plan(layout=wide, kv_cache_memory=GIB).num_blocks
+    assert 0.25 < windowed / full < 0.26
+
+
+def test_windows_alone_keep_everything():
+    alone = replace(LAYOUT, groups=(KVGroup(KVGroupKind.WINDOW, (0, 1, 2, 3), 8),))
+    assert plan(layout=alone, kv_cache_memory=GIB) == plan(kv_cache_memory=GIB)
+
+
 def test_the_device_has_memory():
     assert device_memory_bytes() > GIB // 4
 
 
-STATES = replace(LAYOUT, state_bytes=100 * BLOCK_BYTES)
+STATES = replace(EVEN, state_bytes=100 * BLOCK_BYTES)
 
 
 def test_states_come_out_of_the_pools_memory_and_take_half_of_it_at_most():
     plenty = plan(layout=STATES, kv_cache_memory=1000 * BLOCK_BYTES, max_num_seqs=3)
     assert (plenty.max_num_seqs, plenty.state_bytes) == (3, 300 * BLOCK_BYTES)
-    assert plenty.num_blocks == (700, 700)
+    assert plenty.num_blocks == (700,)
     tight = plan(layout=STATES, kv_cache_memory=1000 * BLOCK_BYTES)
-    assert (tight.max_num_seqs, tight.num_blocks) == (5, (500, 500))
+    assert (tight.max_num_seqs, tight.num_blocks) == (5, (500,))
 
 
 def test_states_come_on_top_of_a_given_number_of_blocks():
     pool = plan(layout=STATES, num_blocks=10, max_num_seqs=4)
-    assert (pool.num_blocks, pool.max_num_seqs) == ((10, 10), 4)
+    assert (pool.num_blocks, pool.max_num_seqs) == ((10,), 4)
     assert pool.state_bytes == 400 * BLOCK_BYTES
     with pytest.raises(InvalidRequestError, match="blocks and states"):
         plan(layout=STATES, num_blocks=10, max_num_seqs=10**6)

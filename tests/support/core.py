@@ -47,19 +47,22 @@ def make_kv(
     block_size: int = 4,
     *,
     groups: tuple[KVGroup, ...] = (FULL,),
+    window_blocks: int | None = None,
     prefix_caching: bool = True,
     salts: tuple[str, ...] = (),
     hash_function: HashFunction = hash_tokens,
     min_partial_tokens: int = MIN_PARTIAL_TOKENS,
+    max_chunk: int = 512,
 ) -> KVManager:
     return KVManager(
         groups,
-        (num_blocks,) * len(groups),
+        (num_blocks, *[window_blocks or num_blocks] * (len(groups) - 1)),
         block_size,
         enable_prefix_caching=prefix_caching,
         salts=salts,
         hash_function=hash_function,
         min_partial_tokens=min_partial_tokens,
+        max_chunk=max_chunk,
     )
 
 
@@ -190,7 +193,7 @@ class GhostMemory:
             prefixes = self.prefixes(entry.sequence, entry.start + entry.num_tokens)
             for position in range(entry.start, entry.start + entry.num_tokens):
                 table = entry.sequence.block_tables[group]
-                block = table.blocks[position // self.kv.block_size]
+                block = table[position // self.kv.block_size]
                 assert mapping[row] // self.kv.block_size == block.block_id
                 assert block.ref_count == 1, f"{block} is written while shared"
                 assert block.block_hash is None, f"{block} is written while indexed"
@@ -206,10 +209,14 @@ class GhostMemory:
             row = batch.groups[group].block_tables[index]
             num_blocks = -(-length // size)
             assert (row[num_blocks:] == NO_BLOCK).all()
-            positions = np.arange(length)
+            window = self.kv.groups[group].window
+            first = max(0, entry.start - window + 1) if window else 0
+            positions = np.arange(first, length)
+            assert (row[positions // size] != NO_BLOCK).all(), "a block is passed that is seen"
             slots = row[positions // size].astype(np.int64) * size + positions % size
             held = [self.slots[group].get(slot) for slot in slots.tolist()]
-            assert held == self.prefixes(entry.sequence, length), "K and V of another prefix"
+            seen = self.prefixes(entry.sequence, length)[first:]
+            assert held == seen, "K and V of another prefix"
 
 
 @dataclass(repr=False)
@@ -390,8 +397,8 @@ class Driver:
             self.scheduler._requests,
             self.scheduler._in_flight,
             self.scheduler._waited,
-            self.kv._pending,
-            self.kv._pending_of,
+            self.kv._cache._pending,
+            self.kv._cache._pending_of,
         )
         assert not any(leftovers), "bookkeeping of ended requests is left over"
 
@@ -401,6 +408,7 @@ def make_driver(
     block_size: int = 4,
     *,
     groups: tuple[KVGroup, ...] = (FULL,),
+    window_blocks: int | None = None,
     prefix_caching: bool = True,
     hash_function: HashFunction = hash_tokens,
     stop_strings: bool = False,
@@ -417,9 +425,11 @@ def make_driver(
         num_blocks,
         block_size,
         groups=groups,
+        window_blocks=window_blocks,
         prefix_caching=prefix_caching,
         hash_function=hash_function,
         min_partial_tokens=min_partial_tokens,
+        max_chunk=prefill_chunk_size,
     )
     config = EngineConfig(
         block_size=block_size,

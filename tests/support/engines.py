@@ -208,5 +208,5 @@ def assert_idle(engine: Engine) -> None:
     assert not scheduler._requests
     assert not scheduler._waited
     assert not scheduler._in_flight
-    assert not scheduler.kv._pending
-    assert not scheduler.kv._pending_of
+    assert not scheduler.kv._cache._pending
+    assert not scheduler.kv._cache._pending_of

@@ -64,6 +64,7 @@ def drivers(draw: st.DrawFn) -> Driver:
         draw(st.integers(3, 14)),
         draw(block_sizes),
         groups=draw(kv_groups),
+        window_blocks=draw(st.sampled_from([None, 3, 5, 8])),
         prefix_caching=draw(st.sampled_from([True, True, False])),
         hash_function=draw(hash_functions),
         stop_strings=draw(st.booleans()),
