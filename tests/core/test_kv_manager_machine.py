@@ -196,7 +196,7 @@ class KVManagerMachine(RuleBasedStateMachine):
         )
 
     def _check_held(self, sequence: Sequence) -> None:
-        """The slots that count as computed hold the sequence's own prefix, where none was passed."""
+        """Slots that count as computed hold the sequence's own prefix, unless they were passed."""
         size, count = self.kv.block_size, sequence.num_computed_tokens
         for group, table in enumerate(sequence.block_tables):
             first = table.num_passed * size
