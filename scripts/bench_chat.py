@@ -22,10 +22,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from textual._compositor import CompositorUpdate
 
-from pagedmlx.chat.app import ChatApp, ChatOptions
+from pagedmlx.chat.app import ChatApp
 from pagedmlx.chat.client import ChatRequest
 from pagedmlx.chat.demo import PAGING, DemoClient
 from pagedmlx.chat.engine_client import EngineClient
+from pagedmlx.chat.options import ChatOptions
 from pagedmlx.chat.session import ASSISTANT, USER
 from pagedmlx.config import EngineConfig
 from pagedmlx.core.sampling_params import SamplingParams

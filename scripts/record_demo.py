@@ -19,10 +19,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from textual.pilot import Pilot
 
-from pagedmlx.chat.app import ChatApp, ChatOptions
+from pagedmlx.chat.app import ChatApp
 from pagedmlx.chat.client import ChatClient
 from pagedmlx.chat.demo import DemoClient
 from pagedmlx.chat.engine_client import EngineClient
+from pagedmlx.chat.options import ChatOptions
 from pagedmlx.config import EngineConfig
 from pagedmlx.core.sampling_params import SamplingParams
 

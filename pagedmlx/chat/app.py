@@ -9,9 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import ClassVar
 
 from textual.app import App, ComposeResult, SystemCommand
@@ -19,11 +18,14 @@ from textual.binding import Binding, BindingType
 from textual.containers import Container
 from textual.content import Content
 from textual.screen import Screen
+from textual.theme import Theme
 from textual.widgets import Footer, Static, TabbedContent, TextArea
 
 from pagedmlx.chat.client import ChatClient
 from pagedmlx.chat.commands import Command, message_text, parse
+from pagedmlx.chat.loading import Loading
 from pagedmlx.chat.obey import obey
+from pagedmlx.chat.options import ChatOptions
 from pagedmlx.chat.screens.help import HelpScreen
 from pagedmlx.chat.screens.picker import PickerScreen
 from pagedmlx.chat.screens.saved import SavedScreen
@@ -35,7 +37,6 @@ from pagedmlx.chat.widgets.gauges import Gauges, bar
 from pagedmlx.chat.widgets.markdown import GrowingMarkdown
 from pagedmlx.chat.widgets.pane import ConversationPane
 from pagedmlx.chat.widgets.panel import MemoryPanel
-from pagedmlx.core.sampling_params import SamplingParams
 from pagedmlx.errors import PagedMLXError
 
 EXIT_TERMINATED = 128 + signal.SIGTERM
@@ -44,31 +45,6 @@ _MAP_S, _IDLE_S = 0.1, 0.4
 _SAVE_S = 1.0
 _AGAIN_S = 2.0
 """Two presses of Ctrl+C within this time leave."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChatOptions:
-    """What the chat begins with.
-
-    Attributes:
-        make_client: Makes the client for a model's name.
-        model: The model; None lets the user choose.
-        store_path: Where conversations are kept; None keeps them in memory only.
-        params: Sampling settings of new conversations.
-        given: Those of them that the user gave; the others follow the model.
-        system: System message of new conversations.
-        can_pick: Whether there are models to choose from on this machine.
-        scene: Plays by itself once the model is there.
-    """
-
-    make_client: Callable[[str], ChatClient]
-    model: str | None = None
-    store_path: Path | None = None
-    params: SamplingParams = SamplingParams(temperature=0.7, max_tokens=None)  # noqa: RUF009
-    given: frozenset[str] = frozenset()
-    system: str = ""
-    can_pick: bool = True
-    scene: Callable[[ChatApp], Awaitable[None]] | None = None
 
 
 class ChatApp(App[int]):
@@ -102,13 +78,10 @@ class ChatApp(App[int]):
         self.VERTICAL_BREAKPOINTS = [(0, "-short"), (18, "-tall")]
         self.options = options
         self.prompts: list[str] = []
-        self.client: ChatClient | None = None
         self.left_behind = False
         self._base_params = options.params
-        self._starting: ChatClient | None = None
-        self._loaded = asyncio.Event()
+        self._loading = Loading(options.make_client)
         self._slot_of: dict[str, int] = {}
-        self._stage: tuple[str, float | None] | None = None
         self._interrupted_s = float("-inf")
         self._save_failed = False
         self._leaving = False
@@ -122,6 +95,19 @@ class ChatApp(App[int]):
             message = f"{error}; conversations of this session will not be kept"
             self.call_later(lambda: self.tell(message, error=True))
             return Store(None)
+
+    def _follow_theme(self) -> None:
+        with contextlib.suppress(StoreError):
+            wanted = self.store.setting("theme")
+            if wanted in self.available_themes:
+                self.theme = wanted
+
+        def keep(theme: Theme) -> None:
+            # Not worth a word if it can't.
+            with contextlib.suppress(StoreError):
+                self.store.keep_setting("theme", theme.name)
+
+        self.theme_changed_signal.subscribe(self, keep)
 
     def compose(self) -> ComposeResult:
         """Build the screen."""
@@ -138,6 +124,7 @@ class ChatApp(App[int]):
         for number in (signal.SIGTERM, signal.SIGHUP):
             with contextlib.suppress(ValueError, RuntimeError):
                 loop.add_signal_handler(number, self._terminate)
+        self._follow_theme()
         await self.open(self.new_conversation())
         self.set_interval(_SAVE_S, self._save_all)
         self.run_worker(self._watch())
@@ -152,11 +139,14 @@ class ChatApp(App[int]):
         """Take another model; what is under way with the last one stops."""
         self.run_worker(self._load(name), group="load", exclusive=True, exit_on_error=False)
 
+    @property
+    def client(self) -> ChatClient | None:
+        """Who answers, once the model is loaded."""
+        return self._loading.client
+
     async def ready_client(self) -> ChatClient:
-        """The client, once the model is loaded."""
-        while self.client is None:
-            await self._loaded.wait()
-        return self.client
+        """Who answers, as soon as the model is loaded."""
+        return await self._loading.ready()
 
     def pick_model(self, problem: str = "") -> None:
         """Let the user choose a model."""
@@ -173,24 +163,18 @@ class ChatApp(App[int]):
             self._show_banner(f"{problem}; /model tries again, Ctrl+Q leaves")
 
     async def _load(self, name: str) -> None:
-        before, self.client = self.client, None
-        self._loaded.clear()
+        before = self._loading.give_up()
         if before is not None:
             for pane in self.panes:
                 await pane.stopped()
             await before.close()
-        client = self._starting = self.options.make_client(name)
-        self._stage = ("starting", None)
         try:
-            await client.start(self._on_progress)
+            client = await self._loading.take(name)
         except Exception as error:
-            await client.close()
-            self._stage, self._starting = None, None
             self._show_banner("")
             hint = f" ({error.hint})" if isinstance(error, PagedMLXError) and error.hint else ""
             self.pick_model(f"{name or 'the endpoint'}: {error or type(error).__name__}{hint}")
             return
-        self.client, self._starting, self._stage = client, None, None
         self._show_banner("")
         own = {k: v for k, v in client.defaults.items() if k not in self.options.given}
         before_params, self._base_params = self._base_params, replace(self.options.params, **own)
@@ -199,13 +183,8 @@ class ChatApp(App[int]):
             if pane.conversation.params == before_params:
                 pane.conversation.params = self._base_params
             pane.show_status()
-        self._loaded.set()
         if self.options.scene is not None:
             self.run_worker(self.options.scene(self))  # type: ignore[arg-type]
-
-    def _on_progress(self, what: str, share: float | None) -> None:
-        # On any thread; the watcher shows it.
-        self._stage = (what, share)
 
     # Conversations.
 
@@ -432,12 +411,7 @@ class ChatApp(App[int]):
         for pane in self.panes:
             await pane.stopped()
         self._save_all()
-        for client in (self.client, self._starting):
-            if client is not None:
-                ended = False
-                with contextlib.suppress(TimeoutError):
-                    ended = await asyncio.wait_for(client.close(), 1.5)
-                self.left_behind |= not ended
+        self.left_behind = not await self._loading.close()
         self.store.close()
         self.exit(code, return_code=code)
 
@@ -451,8 +425,8 @@ class ChatApp(App[int]):
     async def look(self) -> None:
         """Show what the engine is doing now; it isn't asked while the memory is hidden."""
         panel = self.query_one(MemoryPanel)
-        if self._stage is not None:
-            what, share = self._stage
+        if self._loading.stage is not None:
+            what, share = self._loading.stage
             done = "" if share is None else f"  {bar(share, 20)} {share:.0%}"
             self._show_banner(f"{what}{done}")
         if self.client is None or not panel.display:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from pagedmlx.chat.app import ChatApp, ChatOptions
+from pagedmlx.chat.app import ChatApp
+from pagedmlx.chat.options import ChatOptions
 
 
 def run_app(options: ChatOptions) -> tuple[int, bool]:

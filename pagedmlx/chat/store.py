@@ -1,4 +1,4 @@
-"""Keeps conversations in one SQLite file, so that a crash loses at most the last second."""
+"""Keeps conversations, and the theme, in one SQLite file; a crash loses at most a second."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ CREATE TABLE IF NOT EXISTS messages (
     num_tokens INTEGER NOT NULL, created_s REAL NOT NULL,
     PRIMARY KEY (conversation_id, message_id)
 ) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS settings (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 """
 _VERSION = 1
 _BUSY_S = 0.5
@@ -190,6 +191,25 @@ class Store:
         with _errors("the conversation can't be deleted"), self._transaction():
             for table, column in (("messages", "conversation_id"), ("conversations", "id")):
                 self._db.execute(f"DELETE FROM {table} WHERE {column} = ?", (conversation_id,))
+
+    def setting(self, name: str) -> str:
+        """What was kept under a name, or nothing.
+
+        Raises:
+            StoreError: The file can't be read.
+        """
+        with _errors("the settings can't be read"):
+            row = self._db.execute("SELECT value FROM settings WHERE name = ?", (name,)).fetchone()
+        return row[0] if row is not None else ""
+
+    def keep_setting(self, name: str, value: str) -> None:
+        """Keep a value for the next time.
+
+        Raises:
+            StoreError: The file can't be written.
+        """
+        with _errors("the setting can't be kept"), self._transaction():
+            self._db.execute("INSERT OR REPLACE INTO settings VALUES (?, ?)", (name, value))
 
     def close(self) -> None:
         """Let go of the file."""

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -192,7 +193,7 @@ def test_leaving_while_the_model_loads_does_not_wait_for_it() -> None:
     client.start_gate = asyncio.Event()
 
     async def story(app: ChatApp, pilot: Pilot[int]) -> None:
-        await until(pilot, lambda: app._stage is not None)
+        await until(pilot, lambda: app._loading.stage is not None)
         await pilot.press("ctrl+q")
         await until(pilot, lambda: app._exit)
         assert client.num_closes == 1
@@ -256,7 +257,17 @@ def test_the_command_palette_has_what_the_chat_can_do() -> None:
     async def story(app: ChatApp, pilot: Pilot[int]) -> None:
         titles = {each.title for each in app.get_system_commands(app.screen)}
         assert {"New conversation", "Model", "Settings", "Branch", "Theme"} <= titles
-        app.theme = "textual-light"
-        await calm(pilot)
 
     play(lambda _: FakeClient(), story)
+
+
+def test_the_theme_is_as_it_was_the_last_time(tmp_path: Path) -> None:
+    async def change(app: ChatApp, pilot: Pilot[int]) -> None:
+        app.theme = "textual-light"
+        await until(pilot, lambda: app.store.setting("theme") == "textual-light")
+
+    async def look(app: ChatApp, pilot: Pilot[int]) -> None:
+        await until(pilot, lambda: app.theme == "textual-light")
+
+    for story in (change, look):
+        play(lambda _: FakeClient(), story, store_path=tmp_path / "chat.db")

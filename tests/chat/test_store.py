@@ -174,3 +174,12 @@ def test_the_file_is_where_the_desktop_wants_data(monkeypatch: pytest.MonkeyPatc
     assert default_path() == Path("/data/pagedmlx/chat.db")
     monkeypatch.setenv("XDG_DATA_HOME", "relative")
     assert default_path() == Path.home() / ".local/share/pagedmlx/chat.db"
+
+
+def test_settings_are_kept(tmp_path: Path) -> None:
+    store = Store(tmp_path / "chat.db")
+    assert store.setting("theme") == ""
+    store.keep_setting("theme", "nord")
+    store.keep_setting("theme", "gruvbox")
+    store.close()
+    assert Store(tmp_path / "chat.db").setting("theme") == "gruvbox"

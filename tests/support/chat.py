@@ -10,9 +10,10 @@ from typing import Any
 
 from textual.pilot import Pilot
 
-from pagedmlx.chat.app import ChatApp, ChatOptions
+from pagedmlx.chat.app import ChatApp
 from pagedmlx.chat.client import ChatClient, ChatRequest, Delta
 from pagedmlx.chat.engine_client import EngineClient
+from pagedmlx.chat.options import ChatOptions
 from pagedmlx.config import EngineConfig
 from pagedmlx.core.sampling_params import SamplingParams
 from pagedmlx.core.snapshot import EngineSnapshot

@@ -218,11 +218,13 @@ def _looks(cells: Cells) -> npt.NDArray[np.int64]:
     return looks * 2 + (cells.fills >= 0.5)
 
 
-def legend(per_cell: int) -> Content:
-    """What the cells' characters mean."""
+def legend(per_cell: int, width: int) -> Content:
+    """What the cells' characters mean; in one line if there is room for it."""
     meanings = {"A": "in use", "2": "shared", "*": "copied", "░": "cached", "·": "free"}
     parts = [Content.assemble((sign, "bold $text"), f" {text}") for sign, text in meanings.items()]
-    told = Content(" ").join(parts)
+    told = Content("  ").join(parts)
     if per_cell > 1:
-        told += Content(f"\n1 cell = {per_cell} blocks; small letter: under half in use")
+        more = f"1 cell = {per_cell} blocks"
+        is_short = told.cell_length + 2 + len(more) <= width
+        told += Content(f"  {more}" if is_short else f"\n{more}; small letter: under half in use")
     return told

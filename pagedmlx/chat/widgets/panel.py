@@ -50,7 +50,7 @@ class MemoryPanel(Vertical):
         self.history.add(snapshot, self._slot_of, now_s)
         blocks = self.query_one(BlockMap)
         blocks.show(self.history)
-        self.query_one(".legend", Line).say(legend(blocks.per_cell))
+        self.query_one(".legend", Line).say(legend(blocks.per_cell, blocks.size.width))
         self.query_one(Gauges).show(self.history, savings(snapshot, max_len), now_s)
         self._show_detail()
         self._show_queue(snapshot)

@@ -120,7 +120,7 @@ def chat(
             ended = run_plain(client, _lines(), output, params=params, given=given, system=system)
         _leave(0, ended=ended)
         return
-    from pagedmlx.chat.app import ChatOptions
+    from pagedmlx.chat.options import ChatOptions
     from pagedmlx.chat.run import run_app
     from pagedmlx.chat.scene import play
     from pagedmlx.chat.store import default_path
