@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from datetime import UTC, datetime
 from typing import Any
 
 from starlette.requests import Request
@@ -67,9 +68,18 @@ async def stats(request: Request) -> Response:
 
 
 async def models(request: Request) -> Response:
-    """The served model, as a list."""
+    """The served model, as a list that OpenAI's and Anthropic's clients understand."""
     service = _service(request)
-    return JsonResponse({"object": "list", "data": [_model(service, service.model_names[0])]})
+    name = service.model_names[0]
+    return JsonResponse(
+        {
+            "object": "list",
+            "data": [_model(service, name)],
+            "first_id": name,
+            "last_id": name,
+            "has_more": False,
+        }
+    )
 
 
 async def model(request: Request) -> Response:
@@ -87,7 +97,10 @@ def _model(service: Service, name: str) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",
+        "type": "model",
+        "display_name": name,
         "created": service.created,
+        "created_at": datetime.fromtimestamp(service.created, UTC).isoformat(),
         "owned_by": "pagedmlx",
         "max_model_len": length,
     }

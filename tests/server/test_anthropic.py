@@ -271,6 +271,14 @@ def test_errors_before_the_endpoint_have_the_shape_too():
         assert broken.json["type"] == "error"
 
 
+def test_the_client_lists_the_model():
+    with client_of("Hello", "no tools") as (client, _):
+        (model,) = client.models.list()
+        assert (model.id, model.type) == ("owner/tiny", "model")
+        assert model.created_at.year >= 2025
+        assert client.models.retrieve("tiny").id == "tiny"
+
+
 def test_an_error_in_a_stream_is_an_event_of_its_own():
     def fail(step: Step) -> None:
         if step.step_id > 12:

@@ -8,8 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.test_project import REPOSITORY
 
 
@@ -34,9 +32,10 @@ def test_hostile_requests_leave_nothing_behind(tmp_path: Path):
     assert report["machine"]
 
 
-@pytest.mark.parametrize("model", ["tiny", "thinking"])
-def test_agents_are_answered_and_their_prompts_are_cached(tmp_path: Path, model: str):
-    report = run("replay_agents.py", tmp_path / "agents.json", "--model", model, "--turns", "4")
+def test_agents_are_answered_and_their_prompts_are_cached(tmp_path: Path):
+    report = run(
+        "replay_agents.py", tmp_path / "agents.json", "--model", "thinking", "--turns", "3"
+    )
     assert report["passed"]
     assert len(report["agents"]) == 4
     for agent in report["agents"]:

@@ -75,6 +75,7 @@ def save_agent_folder(path: Path, *, template: str | None = None, max_len: int =
     tokenizer = smollm2_tokenizer()
     config = {
         **CONFIGS["llama_tied"],
+        "num_hidden_layers": 2,
         "vocab_size": tokenizer.vocab_size,
         "max_position_embeddings": max_len,
         "eos_token_id": min(tokenizer.eos_token_ids),
