@@ -1,4 +1,4 @@
-"""Lets mlx-lm load a folder with the body of a model alone, as sentence-transformers saves it."""
+"""Lets mlx-lm load a folder that lacks a model's head, as sentence-transformers saves it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ import mlx.nn as nn
 from pagedmlx.models.embedding import MODULES_FILE
 
 _BODY = "model."
+_HEAD = "lm_head."
 _MARK = "embed_tokens.weight"
 
 
 def loading_settings(path: Path) -> dict[str, Any]:
     """Arguments for mlx-lm's ``load_model``; none for a folder with a whole model.
 
-    A body's weights lack the prefix that they have in the whole, and there is no head. One tied to
-    the embeddings takes its place, which no embedding depends on.
+    One tied to the input embeddings takes the head's place, which no embedding depends on. The
+    body's weights may lack the prefix that they have in the whole.
 
     Args:
         path: The folder.
@@ -28,10 +29,13 @@ def loading_settings(path: Path) -> dict[str, Any]:
     """
     if not (path / MODULES_FILE).is_file():
         return {}
-    names = [name for file in path.glob("model*.safetensors") for name in _names(file)]
-    if _MARK not in names or any(name.startswith(_BODY) for name in names):
-        return {}
-    return {"model_config": {"tie_word_embeddings": True}, "get_model_classes": _classes}
+    names = {name for file in path.glob("model*.safetensors") for name in _names(file)}
+    is_bare = _MARK in names and not any(name.startswith(_BODY) for name in names)
+    settings: dict[str, Any] = {"get_model_classes": _classes} if is_bare else {}
+    has_head = any(_HEAD in name for name in names)
+    if not has_head and (is_bare or f"{_BODY}{_MARK}" in names):
+        settings["model_config"] = {"tie_word_embeddings": True}
+    return settings
 
 
 def _names(file: Path) -> list[str]:
@@ -46,7 +50,10 @@ def _classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
     model_class, arguments = found
 
     def sanitize(model: Any, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        named = {f"{_BODY}{name}": array for name, array in weights.items()}
+        named = {
+            name if name.startswith(_HEAD) else f"{_BODY}{name}": array
+            for name, array in weights.items()
+        }
         # From now on it is a model like any other.
         model.__class__ = model_class
         return model.sanitize(named) if hasattr(model, "sanitize") else named

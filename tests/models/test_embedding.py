@@ -155,10 +155,15 @@ def test_damaged_and_missing_files_leave_a_model_that_writes(folder: Path):
     assert found.hint
 
 
-@pytest.mark.parametrize("is_tied", [True, False])
-def test_a_body_without_its_head_loads(tmp_path: Path, is_tied: bool):
+@pytest.mark.parametrize(
+    ("is_tied", "has_prefix", "has_head"),
+    [(True, False, False), (False, False, False), (False, True, False), (False, False, True)],
+)
+def test_a_body_without_its_head_or_prefix_loads(
+    tmp_path: Path, is_tied: bool, has_prefix: bool, has_head: bool
+):
     folder = save_embedding_folder(
-        tmp_path / "m", body_only=True, tie_word_embeddings=is_tied, adds_eos=False
+        tmp_path / "m", has_prefix=has_prefix, has_head=has_head, tie_word_embeddings=is_tied
     )
     loaded = load_model(folder)
     assert loaded.embedding == EmbeddingSpec(Pooling.LAST, 32, is_normalized=True)

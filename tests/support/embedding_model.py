@@ -25,7 +25,8 @@ def save_embedding_folder(
     modules: Iterable[str] = MODULES,
     pooling: Mapping[str, Any] | None = None,
     adds_eos: bool = True,
-    body_only: bool = False,
+    has_head: bool = True,
+    has_prefix: bool = True,
     **config: Any,
 ) -> Path:
     """Like ``save_tiny_folder``, with modules.json, pooling, and a tokenizer that ends texts."""
@@ -54,13 +55,14 @@ def save_embedding_folder(
             single="$A <|eos|>", special_tokens=[("<|eos|>", EOS)]
         )
         tokenizer.save(file)
-    if body_only:
-        file = str(path / "model.safetensors")
-        whole: Any = mx.load(file)
-        body = {key.removeprefix("model."): array for key, array in whole.items()}
-        mx.eval(list(body.values()))
-        body.pop("lm_head.weight", None)
-        mx.save_safetensors(file, body, metadata={"format": "mlx"})
+    file = str(path / "model.safetensors")
+    weights: Any = mx.load(file)
+    mx.eval(list(weights.values()))
+    if not has_head:
+        weights.pop("lm_head.weight", None)
+    if not has_prefix:
+        weights = {key.removeprefix("model."): array for key, array in weights.items()}
+    mx.save_safetensors(file, weights, metadata={"format": "mlx"})
     return path
 
 
