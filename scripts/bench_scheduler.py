@@ -17,6 +17,8 @@ import pstats
 import sys
 import time
 from collections import deque
+from collections.abc import Iterator
+from itertools import count, product
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +50,7 @@ class Host:
 
     Args:
         num_sequences: They all run.
-        num_blocks: Of the pool.
-        is_full: Whether blocks that they don't use are cached.
+        kv: The blocks.
         num_steps: They may take so many.
         num_more: How many others might run beside them.
     """
@@ -57,18 +58,14 @@ class Host:
     def __init__(
         self,
         num_sequences: int,
-        num_blocks: int,
+        kv: KVManager,
         num_steps: int,
         *,
-        is_full: bool = False,
         num_more: int = 0,
     ) -> None:
         self.num_sequences = num_sequences
-        self.kv = KVManager((KVGroup(KVGroupKind.FULL, (0,)),), (num_blocks,), BLOCK_SIZE)
-        if is_full:
-            self._fill()
         self.scheduler = Scheduler(
-            self.kv,
+            kv,
             EngineConfig(
                 max_num_seqs=num_sequences + num_more,
                 max_num_batched_tokens=max(2048, num_sequences),
@@ -131,32 +128,54 @@ class Host:
         for _ in range(num_steps):
             self.step()
         profiler.disable()
-        found: Any = pstats.Stats(profiler)
-        total = sum(row[2] for row in found.stats.values())
+        stats: Any = pstats.Stats(profiler)
+        # This script's own part is none of the core's.
+        found = {
+            key: row
+            for key, row in stats.stats.items()
+            if key[0] != __file__ and "thread_time" not in key[2]
+        }
+        total = sum(row[2] for row in found.values())
         rows = [
             {
                 "function": f"{Path(file).name}:{name}" if line else name,
                 "share": own / total,
                 "calls_per_sequence_step": calls / num_steps / self.num_sequences,
             }
-            for (file, line, name), (_, calls, own, _, _) in found.stats.items()
+            for (file, line, name), (_, calls, own, _, _) in found.items()
         ]
         num_calls = sum(row["calls_per_sequence_step"] for row in rows)
         return num_calls, sorted(rows, key=lambda row: -row["share"])[:NUM_PROFILED]
 
-    def _fill(self) -> None:
-        """Have every block cached, in one chain for each hundred."""
-        capacity = self.kv.capacity_tokens
-        length = 100 * BLOCK_SIZE
-        scheduler = Scheduler(self.kv, EngineConfig(max_num_batched_tokens=length))
-        params = SamplingParams(max_tokens=1)
-        for first in range(0, capacity, length):
-            prompt = tuple(range(-1 - first, -1 - min(first + length, capacity), -1))
-            scheduler.add_request(Request("filler", prompt, params))
-            while (step := scheduler.schedule()) is not None:
-                sampled = {e.sequence.seq_id: 7 for e in step.scheduled if e.needs_logits}
-                scheduler.update(StepResult(step.step_id, sampled))
-        assert self.kv.pools[0].num_free_blocks == 0
+    def close(self) -> None:
+        """End all requests; the blocks are there for another host."""
+        for sequence in tuple(self.running):
+            self.scheduler.abort(sequence.request.request_id)
+        while self._under_way:
+            self._take_in(self._under_way.popleft())
+
+
+def new_blocks(num_blocks: int) -> KVManager:
+    """A pool of one group."""
+    return KVManager((KVGroup(KVGroupKind.FULL, (0,)),), (num_blocks,), BLOCK_SIZE)
+
+
+def fill(kv: KVManager, names: Iterator[int]) -> None:
+    """Have every free block cached, in chains of up to a hundred.
+
+    Args:
+        kv: The blocks, of which nobody holds any.
+        names: Numbers that no chain has begun with.
+    """
+    scheduler = Scheduler(kv, EngineConfig(max_num_batched_tokens=100 * BLOCK_SIZE))
+    params = SamplingParams(max_tokens=1)
+    while num_free := kv.pools[0].num_free_blocks:
+        length = min(100, num_free) * BLOCK_SIZE
+        prompt = (-1 - next(names), *range(length - 1))
+        scheduler.add_request(Request("filler", prompt, params))
+        while (step := scheduler.schedule()) is not None:
+            sampled = {e.sequence.seq_id: 7 for e in step.scheduled if e.needs_logits}
+            scheduler.update(StepResult(step.step_id, sampled))
 
 
 def best_of(host: Host, num_steps: int, num_runs: int) -> dict[str, float]:
@@ -168,7 +187,7 @@ def waiting(num_sequences: int, num_steps: int, num_runs: int) -> dict[str, floa
     """What requests cost that wait for blocks: most of the pool, which is never free."""
     num_all = 2 * num_steps * num_runs + NUM_WARM
     num_blocks = num_sequences * num_blocks_of(num_all)
-    host = Host(num_sequences, num_blocks, num_all, num_more=8)
+    host = Host(num_sequences, new_blocks(num_blocks), num_all, num_more=8)
     alone = best_of(host, num_steps, num_runs)
     prompt = tuple(range(-num_blocks * BLOCK_SIZE + 8, 0))
     for number in range(NUM_WAITING):
@@ -190,17 +209,19 @@ def main() -> int:
     options = parse()
     num_all = options.steps * (options.runs + 1) + NUM_WARM
     rows: list[dict[str, Any]] = []
-    for num_blocks in options.pools:
+    for num_blocks, is_full in product(options.pools, (False, True)):
+        kv, names = new_blocks(num_blocks), count()
         for num_sequences in options.sequences:
-            if num_sequences * num_blocks_of(num_all) > num_blocks:
-                continue  # they would not all run
-            for is_full in (False, True):
-                host = Host(num_sequences, num_blocks, num_all, is_full=is_full)
+            if num_sequences * num_blocks_of(num_all) <= num_blocks:  # else not all would run
+                if is_full:
+                    fill(kv, names)
+                host = Host(num_sequences, kv, num_all)
                 times = best_of(host, options.steps, options.runs)
                 num_calls, functions = host.profile(options.steps)
                 row = {"num_sequences": num_sequences, "num_blocks": num_blocks, "full": is_full}
                 rows.append(row | {"us": times, "calls": num_calls, "functions": functions})
                 tell(rows[-1])
+                host.close()
     busiest = max(options.sequences, key=lambda count: (count <= 256, count))
     note(f"where the time goes with {busiest} sequences:")
     for row in [row for row in rows if row["num_sequences"] == busiest][-1]["functions"]:

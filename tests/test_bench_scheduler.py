@@ -28,8 +28,8 @@ def test_a_step_takes_as_many_calls_for_each_sequence_whatever_the_pool_and_thei
     assert [(row["num_blocks"], row["num_sequences"], row["full"]) for row in rows] == [
         (blocks, sequences, full)
         for blocks in (600, 6000)
-        for sequences in (16, 64)
         for full in (False, True)
+        for sequences in (16, 64)
     ]
     for row in rows:
         assert row["us"]["total"] == pytest.approx(
