@@ -22,6 +22,7 @@ from pagedmlx.engine.memory import (
     plan_pool,
 )
 from pagedmlx.engine.runner import ModelRunner
+from pagedmlx.engine.tool_syntax import find_tool_syntax
 from pagedmlx.errors import InvalidRequestError, ModelLoadError, UnsupportedModelError
 from pagedmlx.kv.store import KVStore
 from pagedmlx.kv.writer import PoolWriter
@@ -29,7 +30,6 @@ from pagedmlx.models.adapter import ModelAdapter
 from pagedmlx.models.loader import LoadedModel
 from pagedmlx.models.parts import RowLayout
 from pagedmlx.models.probe import ProbeResult, probe_model, warm_up
-from pagedmlx.models.tool_parsers import find_tool_syntax
 from pagedmlx.ops import attention_paths
 from pagedmlx.progress import ProgressCallback
 from pagedmlx.sampling.sampler import Sampler

@@ -1,127 +1,47 @@
-"""The ways in which models write calls of tools: what mlx-lm infers and parses, and Llama's own."""
+"""mlx-lm's parsers of tool calls: which one a model needs, and what it reads."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
-from pagedmlx.text.answer_style import ToolSyntax, json_syntax, llama_syntax
 
-_MISTRAL_HEADER = re.compile(
-    r"\s*(?P<name>[\w.-]+)\s*(?:\[CALL_ID\]\s*(?P<id>\w+)\s*)?\[ARGS\]\s*(?=\{)"
-)
-_KIMI_HEADER = re.compile(
-    r"\s*(?P<id>(?:functions\.)?(?P<name>[\w.-]+):\d+)\s*<\|tool_call_argument_begin\|>\s*(?=\{)"
-)
-_ARGUMENT_TAGS = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
-_TOKENS = {
-    "function_gemma": ("<escape>",),
-    "gemma4": ('<|"|>',),
-    "glm47": _ARGUMENT_TAGS,
-    "kimi_k3": ("<|open|>", "<|close|>", "<|sep|>"),
-    "laguna": _ARGUMENT_TAGS,
-    "longcat": tuple(tag.replace("arg_", "longcat_arg_") for tag in _ARGUMENT_TAGS),
-}
-"""Marks within calls that may be special tokens."""
+@dataclass(frozen=True, slots=True)
+class ToolParser:
+    """One of mlx-lm's parsers.
 
-_ACCEPTS_ANYTHING = ("glm47", "laguna", "minicpm5")
+    Attributes:
+        start: The mark before a call.
+        end: The mark after it; empty if there is none.
+        parse: Takes what is between them and the tools in OpenAI's form; gives an object with
+            ``name`` and ``arguments``, or a list of them, and fails in any way.
+    """
+
+    start: str
+    end: str
+    parse: Callable[[str, list[Any]], Any]
 
 
-def find_tool_syntax(template: str, tokenizer: Any) -> ToolSyntax | None:
-    """How a model writes calls.
+def infer_tool_parser(template: str, tokenizer: Any) -> str | None:
+    """The name of the parser for a model; None if mlx-lm knows none.
 
     Args:
-        template: Its chat template, which knows tools.
-        tokenizer: The tokenizer of transformers.
-
-    Returns:
-        None if nobody knows.
+        template: Its chat template.
+        tokenizer: The tokenizer of transformers, whose configuration may name one.
     """
     from mlx_lm.tokenizer_utils import _infer_tool_parser
 
-    name = tokenizer.init_kwargs.get("tool_parser_type") or _infer_tool_parser(
-        SimpleNamespace(chat_template=template, get_vocab=tokenizer.get_vocab)
-    )
-    if name == "mistral" and "[ARGS]" not in template:
-        return _older_mistral(tool_syntax(name))
-    if name is not None:
-        return tool_syntax(name)
-    is_llama = '"parameters": dictionary of argument name' in template
-    return llama_syntax() if is_llama else None
+    asked = SimpleNamespace(chat_template=template, get_vocab=tokenizer.get_vocab)
+    return tokenizer.init_kwargs.get("tool_parser_type") or _infer_tool_parser(asked)
 
 
-def tool_syntax(name: str) -> ToolSyntax | None:
-    """What one of mlx-lm's parsers reads; None if it has none of this name."""
-    if name == "json_tools":
-        return json_syntax()
+def load_tool_parser(name: str) -> ToolParser | None:
+    """A parser by its name; None if this mlx-lm has none of that name."""
     try:
         module = import_module(f"mlx_lm.tool_parsers.{name}")
     except ImportError:
         return None
-    parse = _Parser(module.parse_tool_call, known_only=name in _ACCEPTS_ANYTHING)
-    if name == "mistral":
-        return ToolSyntax(
-            module.tool_call_start,
-            "",
-            parse,
-            header=_MISTRAL_HEADER,
-            tokens=("[ARGS]", "[CALL_ID]"),
-            id_length=9,
-            frame=("[TOOL_CALLS]NAME[ARGS]", ""),
-            separator="",
-        )
-    if name == "kimi_k2":
-        return ToolSyntax(
-            "<|tool_call_begin|>",
-            "<|tool_call_end|>",
-            parse,
-            header=_KIMI_HEADER,
-            dropped=(module.tool_call_start, module.tool_call_end),
-            tokens=("<|tool_call_argument_begin|>",),
-            frame=(
-                f"{module.tool_call_start}<|tool_call_begin|>functions.NAME:0"
-                "<|tool_call_argument_begin|>",
-                f"<|tool_call_end|>{module.tool_call_end}",
-            ),
-            separator=None,
-        )
-    return ToolSyntax(
-        module.tool_call_start,
-        module.tool_call_end,
-        parse,
-        tokens=_TOKENS.get(name, ()),
-        is_xml=name == "qwen3_coder",
-    )
-
-
-def _older_mistral(syntax: ToolSyntax | None) -> ToolSyntax | None:
-    """All calls in one list."""
-    frame = ('[TOOL_CALLS] [{"name": "NAME", "arguments": ', "}]")
-    return syntax and replace(syntax, frame=frame, separator=None)
-
-
-class _Parser:
-    """One of mlx-lm's parsers, always giving a list.
-
-    Args:
-        parse: Takes the text of a call and the tools.
-        known_only: It takes anything for a call; those of tools that exist count.
-    """
-
-    def __init__(self, parse: Any, *, known_only: bool) -> None:
-        self._parse = parse
-        self._known_only = known_only
-
-    def __call__(
-        self, text: str, tools: Sequence[Mapping[str, Any]]
-    ) -> Sequence[Mapping[str, Any]]:
-        found = self._parse(text.strip(), list(tools))
-        calls = found if isinstance(found, list) else [found]
-        names = {tool["function"]["name"] for tool in tools}
-        if self._known_only and any(call["name"] not in names for call in calls):
-            raise ValueError("no call of a tool that exists")
-        return calls
+    return ToolParser(module.tool_call_start, module.tool_call_end, module.parse_tool_call)

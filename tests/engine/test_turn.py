@@ -14,9 +14,9 @@ import pytest
 from pagedmlx.core.sampling_params import SamplingParams
 from pagedmlx.core.structured import StructuredOutputs
 from pagedmlx.engine.grammars import grammar_backend
+from pagedmlx.engine.tool_syntax import find_tool_syntax
 from pagedmlx.engine.turn import ChatModel, Turn
 from pagedmlx.errors import InvalidRequestError
-from pagedmlx.models.tool_parsers import find_tool_syntax
 from pagedmlx.text.answer_parser import answer_parser, parse_answer
 from pagedmlx.text.tokenizer import Tokenizer
 from pagedmlx.text.tool_grammar import MAX_CALLS

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pagedmlx.models.tool_parsers import tool_syntax
+from pagedmlx.engine.tool_syntax import tool_syntax
 from pagedmlx.text.answer_parser import AnswerParser, join_parts, to_message
 from pagedmlx.text.answer_parts import (
     AnswerPart,

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer as Backend
 
 from pagedmlx.core.sequence import Sequence as Output
 from pagedmlx.engine.engine import Engine
-from pagedmlx.models.tool_parsers import find_tool_syntax
+from pagedmlx.engine.tool_syntax import find_tool_syntax
 from pagedmlx.text.answer_style import HARMONY_TOKENS
 from pagedmlx.text.tokenizer import Tokenizer
 from tests.support.engines import FakeRunner, make_engine
