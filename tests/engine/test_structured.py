@@ -30,9 +30,9 @@ SEEDED = replace(PLAIN, temperature=1.0, seed=5, max_tokens=120)
 SCHEMA = {
     "type": "object",
     "properties": {
-        "name": {"type": "string", "maxLength": 6},
+        "name": {"type": "string", "maxLength": 3},
         "n": {"type": "integer", "minimum": 0, "maximum": 99},
-        "tags": {"type": "array", "items": {"enum": ["a", "bc"]}, "maxItems": 3},
+        "tags": {"type": "array", "items": {"enum": ["a", "bc"]}, "maxItems": 2},
     },
     "required": ["name", "n", "tags"],
     "additionalProperties": False,
@@ -48,10 +48,10 @@ MIXED = [
     (PROMPTS[0], PLAIN),
     (PROMPTS[1], like(json_schema=SCHEMA)),
     (PROMPTS[2], replace(PLAIN, temperature=1.0, top_k=30, seed=8)),
-    (PROMPTS[3], like(regex=r"[a-z]{3,9}( \d+){2}")),
+    (PROMPTS[3], like(regex=r"[a-z]{3,9}( \d{1,3}){2}")),
     (PROMPTS[4], replace(PLAIN, repetition_penalty=1.5)),
     (PROMPTS[5], like(replace(PLAIN, repetition_penalty=1.3), choice=("yes", "no", "north"))),
-    (PROMPTS[0], like(replace(SEEDED, top_p=0.9), json_schema=SCHEMA, after="é")),
+    (PROMPTS[0], like(replace(SEEDED, top_p=0.9, max_tokens=20), json_schema=SCHEMA, after="é")),
     (PROMPTS[1], like(replace(SEEDED, logprobs=2), grammar='start: "<" /[^>]{1,5}/ ">"')),
 ]
 
@@ -123,7 +123,7 @@ def test_what_an_output_is_does_not_depend_on_its_company(folder: Path):
     )
     jsonschema.validate(json.loads(text), SCHEMA)
     assert reason == "stop"
-    assert re.fullmatch(r"[a-z]{3,9}( \d+){2}", words) or together[3][0][2] == "length"
+    assert re.fullmatch(r"[a-z]{3,9}( \d{1,3}){2}", words)
     assert word in ("yes", "no", "north")
     assert re.fullmatch("<[^>]{1,5}>", mark)
 
@@ -142,9 +142,9 @@ def test_nor_on_preemption_and_short_chunks(folder: Path):
 def test_forks_follow_the_grammar_each_in_its_own_way(folder: Path):
     with open_llm(folder, num_blocks=60, enable_prefix_caching=False) as llm:
         few = texts(llm, MIXED, n=2)
-        outputs = texts(llm, [(PROMPTS[1], like(json_schema=SCHEMA))], n=12)[0]
+        outputs = texts(llm, [(PROMPTS[1], like(json_schema=SCHEMA))], n=8)[0]
         assert outputs[:2] == few[1]
-        assert len({text for text, _, _ in outputs}) > 6
+        assert len({text for text, _, _ in outputs}) > 4
         for text, _, reason in outputs:
             assert reason == "stop"
             jsonschema.validate(json.loads(text), SCHEMA)
@@ -181,13 +181,12 @@ def test_nothing_is_kept_of_a_request_that_was_left(folder: Path):
         assert llm.stats().num_used_blocks == 0
 
 
-@pytest.mark.usefixtures("depth")
 @pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_5"])
 def test_nor_on_how_the_model_lays_out_its_rows(name: str, tmp_path: Path):
     with open_llm(save_tiny_folder(tmp_path / "m", name), prefill_chunk_size=6) as llm:
-        alone = [texts(llm, [job])[0] for job in MIXED[:4]]
-        assert texts(llm, MIXED[:4]) == alone
-        jsonschema.validate(json.loads(alone[1][0][0]), SCHEMA)
+        together = texts(llm, MIXED[:3])
+        assert texts(llm, MIXED[1:2]) == together[1:2]
+        jsonschema.validate(json.loads(together[1][0][0]), SCHEMA)
         assert_nothing_is_kept(llm)
 
 
@@ -234,7 +233,7 @@ SCHEMAS = st.recursive(
 )
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(schemas=st.lists(SCHEMAS, min_size=4, max_size=4), seed=st.integers(0, 99))
 def test_any_schema_gets_json_that_it_allows(llm: LLM, schemas: list[Any], seed: int):
     params = [like(replace(SEEDED, seed=seed, max_tokens=400), json_schema=s) for s in schemas]
@@ -317,7 +316,6 @@ def test_the_text_is_the_grammars_where_tokenizers_drop_a_first_blank(llm: LLM):
 # What goes wrong.
 
 
-@pytest.mark.usefixtures("depth")
 def test_settings_that_leave_no_token_end_their_own_request(folder: Path):
     with open_llm(folder) as llm:
         expected = texts(llm, MIXED[:4])
