@@ -255,6 +255,7 @@ def _any_token(mask: npt.NDArray[np.uint32]) -> int | None:
 _REASONS = {
     "NoExtensionBias": "no text matches it",
     "too many expressions constructed": "it is too complex",
+    "too many states": "it is too complex",
     "fuel exhausted": "it is too complex",
     "initial lexer configuration (grammar) too big": "it is too complex",
     "items; max is": "it is too complex",
