@@ -179,12 +179,12 @@ class KVManager:
         num_new = self.num_blocks_for(sequence.num_tokens) - self.num_blocks_for(prefix.num_tokens)
         short: list[int] = []
         for group, (pool, blocks) in enumerate(zip(self.pools, prefix.blocks, strict=True)):
-            available = pool.num_available_blocks - sum(block.ref_count == 0 for block in blocks)
+            num_revived = sum(block.ref_count == 0 for block in blocks)
             # A last block that others hold must be copied; a cached one could be taken over.
             must_copy = is_partial and blocks[-1].ref_count > 0
-            needed = self._windows.num_held(group, num_new + must_copy)
+            needed = self._windows.num_held(group, num_new + must_copy + num_revived)
             keep = keep_available[group] if keep_available is not None else 0
-            short.append(needed + keep - available)
+            short.append(needed + keep - pool.num_available_blocks)
         return max(short)
 
     def admit(self, sequence: Sequence, prefix: SharedPrefix) -> None:

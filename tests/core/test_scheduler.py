@@ -2,10 +2,20 @@ from __future__ import annotations
 
 import pytest
 
+from pagedmlx.core.groups import Windows
+from pagedmlx.core.pooling import Pooling
 from pagedmlx.core.sequence import FinishReason, Sequence, SequenceStatus
 from pagedmlx.core.step import Step, StepResult
 from pagedmlx.errors import InvalidRequestError, PoolTooSmallError, QueueFullError
-from tests.support.core import Driver, make_driver, make_request, next_token, solo_output
+from tests.support.core import (
+    FULL,
+    WINDOW,
+    Driver,
+    make_driver,
+    make_request,
+    next_token,
+    solo_output,
+)
 
 SYSTEM = tuple(range(100, 116))
 
@@ -62,6 +72,24 @@ def test_a_prompt_to_be_told_of_is_computed_whole_and_in_short_chunks(depth: int
     run_and_check(driver)
     assert (told.num_cached_tokens, also.num_cached_tokens, plain.num_cached_tokens) == (0, 0, 12)
     assert driver.told == {told.seq_id: range(15), also.seq_id: range(15)}
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_an_embedding_ends_with_its_prompt_and_shares_what_its_pooling_can_use(depth: int) -> None:
+    driver = make_driver(32, 4, prefill_chunk_size=6, depth=depth)
+    (text,) = driver.add(make_request(SYSTEM, 8, request_id="text"))
+    driver.run()
+    found = [
+        driver.add(make_request(SYSTEM, 1, request_id=pooling, pooling=pooling))[0]
+        for pooling in Pooling
+    ]
+    run_and_check(driver)
+    last, first, mean = found
+    assert last.num_cached_tokens > 0
+    assert first.num_cached_tokens == mean.num_cached_tokens == 0
+    assert all(each.finish_reason is FinishReason.STOP for each in found)
+    assert all(each.num_output_tokens == 0 for each in found)
+    assert text.num_output_tokens == 8
 
 
 def test_only_the_first_of_several_outputs_tells_of_the_prompt() -> None:
@@ -570,3 +598,28 @@ def test_prompts_beside_a_stream_share_a_limit_so_that_short_ones_do_not_wait_fo
     assert prompt_tokens(driver) == {"stream": 0, "short": 0, "long": 62}
     driver.run()
     driver.check_outputs()
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 4])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_window_s_pool_of_what_one_sequence_holds_is_enough_for_any(
+    chunk: int, depth: int
+) -> None:
+    windows = Windows((FULL, WINDOW), 2, chunk)
+    held = windows.num_held(1, 1000)
+    driver = make_driver(
+        40,
+        2,
+        groups=(FULL, WINDOW),
+        window_blocks=held,
+        prefill_chunk_size=chunk,
+        depth=depth,
+        min_partial_tokens=1,
+    )
+    prompt = (0, 1, 1, 0, 2, 0, 1, 2, 0, 0, 1, 1, 0, 2, 1, 0, 0, 1)
+    # What is cached of the first is part of the second's blocks, and so on.
+    for length in (6, 18, 9, 18):
+        driver.add(make_request(prompt[:length], 8, request_id=f"r{len(driver.sequences)}", seed=0))
+        driver.run()
+    driver.check_outputs()
+    driver.check_empty()
