@@ -16,7 +16,7 @@ from pagedmlx.core.step import Step
 from pagedmlx.engine.outputs import CompletionOutput, Job, PositionLogprobs, RequestOutput
 from pagedmlx.engine.runner import ModelRunner
 from pagedmlx.errors import RequestFailedError
-from pagedmlx.models.adapter import ModelAdapter
+from pagedmlx.models.adapter import ModelAdapter, ModelOutput
 from pagedmlx.sampling.sampler import Sampler, SampleRow
 from tests.support.model_zoo import zoo_config
 from tests.support.sampling import changed_logits, log_softmax, most_likely
@@ -266,15 +266,15 @@ def test_a_step_never_has_more_prompt_logits_than_the_limit(
     folder: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ):
     rows: list[int] = []
-    forward = ModelAdapter.forward
+    run = ModelAdapter.run
 
-    def note(self: ModelAdapter, *rest: Any) -> mx.array:
-        logits = forward(self, *rest)
-        rows.append(logits.shape[0])
-        return logits
+    def note(self: ModelAdapter, *rest: Any) -> ModelOutput:
+        output = run(self, *rest)
+        rows.append(output.logits.shape[0])
+        return output
 
     monkeypatch.setattr("pagedmlx.engine.build.MAX_PROMPT_LOGITS", 6 * VOCAB_SIZE)
-    monkeypatch.setattr(ModelAdapter, "forward", note)
+    monkeypatch.setattr(ModelAdapter, "run", note)
     params = replace(PLAIN, prompt_logprobs=1)
     with open_llm(folder) as llm:
         rows.clear()
