@@ -3,6 +3,7 @@ from __future__ import annotations
 import numpy as np
 
 from pagedmlx.core.batch import NO_BLOCK, build_batch
+from pagedmlx.core.pooling import Pooling
 from pagedmlx.core.step import Step
 from tests.support.core import FULL, WINDOW, make_driver, make_request
 
@@ -43,6 +44,26 @@ def test_rows_for_log_probabilities_of_a_prompt_stand_beside_those_that_sample()
     assert batch.sample_rows.tolist() == list(range(12))
     assert batch.sample_sequences == (short, *[told] * 5, *[long] * 6)
     assert batch.prompt_places.tolist() == [1, 2, 3, 4, 6, 7, 8, 9, 10, 11]
+
+
+def test_rows_of_embeddings_have_no_logits() -> None:
+    driver = make_driver(16, 4, max_num_batched_tokens=64, prefill_chunk_size=6)
+    (short,) = driver.add(make_request((1, 2, 3), 4, request_id="short"))
+    driver.step()
+    for index, (pooling, length) in enumerate(
+        [(Pooling.LAST, 5), (Pooling.MEAN, 9), (Pooling.FIRST, 3), (Pooling.LAST, 8)]
+    ):
+        start = 20 * (index + 1)
+        prompt = range(start, start + length)
+        driver.add(make_request(prompt, 1, request_id=str(index), pooling=pooling))
+    step = driver.scheduler.schedule()
+    assert step is not None
+    batch = build_batch(step, 4)
+    assert batch.query_start_loc.tolist() == [0, 1, 6, 12, 15, 21]
+    assert batch.sample_sequences == (short,)
+    # The chunk of the last one doesn't reach its last token.
+    assert [each.rows for each in batch.pooled] == [range(5, 6), range(6, 12), range(12, 13)]
+    assert [each.sequence.request.request_id for each in batch.pooled] == ["0", "1", "2"]
 
 
 def test_the_tail_of_a_row_is_a_sentinel_even_where_the_table_is_reused() -> None:
