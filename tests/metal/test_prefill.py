@@ -263,7 +263,7 @@ FAULTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "vectors beside each other mixed up": ("COLUMN_BIT_1 4", "COLUMN_BIT_1 8", WRONG),
     "dropped rescale": ("acc[i].thread_elements()[e] *= shrink;", ";", WRONG),
     "wrong lanes of V": ("v_tile[n * 8 + col8 + e]", "v_tile[n * 8 + row8]", WRONG),
-    "wrong vector of the piece": ("vector / FACTOR;", "vector % FACTOR;", ("race",)),
+    "wrong vector of the piece": ("ROW(vector / FACTOR)", "ROW(vector % FACTOR)", ("race",)),
     "divergent product": (
         "if (vector <= last_vector) {\n",
         "if (vector <= last_vector) {\nsimd_sum(top[e]);\n",
