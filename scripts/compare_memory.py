@@ -93,7 +93,7 @@ def parse() -> argparse.Namespace:
         help="requests of each trace, in place of its own number",
     )
     add("--real", default="chat,uneven", help="workloads that the model serves; none for none")
-    add("--real-requests", type=int, default=6, metavar="N", help="requests of each, default 6")
+    add("--real-requests", type=int, default=4, metavar="N", help="requests of each, default 4")
     add("--requests-file", type=Path, metavar="JSONL", help=f"own requests, workload {OWN}")
     add("--kv-memory", metavar="SIZE", help="memory for K and V in the traces, such as 2GiB")
     add("--rate", type=float, metavar="X", help="Poisson arrivals a second; 0 is all at once")
