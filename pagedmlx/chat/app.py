@@ -4,36 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import ClassVar
 
 from textual.app import App, ComposeResult, SystemCommand
-from textual.binding import Binding, BindingType
+from textual.binding import BindingType
 from textual.containers import Container
-from textual.content import Content
 from textual.screen import Screen
-from textual.theme import Theme
-from textual.widgets import Footer, Static, TabbedContent, TextArea
+from textual.widgets import Footer, TabbedContent, TextArea
 
+from pagedmlx.chat import clipboard
 from pagedmlx.chat.client import ChatClient
 from pagedmlx.chat.commands import Command, message_text, parse
+from pagedmlx.chat.keys import KEYS
 from pagedmlx.chat.loading import Loading
 from pagedmlx.chat.obey import obey
 from pagedmlx.chat.options import ChatOptions
+from pagedmlx.chat.saving import Saving
 from pagedmlx.chat.screens.help import HelpScreen
 from pagedmlx.chat.screens.picker import PickerScreen
 from pagedmlx.chat.screens.saved import SavedScreen
 from pagedmlx.chat.screens.settings import SettingsScreen
 from pagedmlx.chat.session import Conversation
 from pagedmlx.chat.store import Store, StoreError
+from pagedmlx.chat.widgets.banner import Banner
 from pagedmlx.chat.widgets.block_map import BlockMap
-from pagedmlx.chat.widgets.gauges import Gauges, bar
+from pagedmlx.chat.widgets.gauges import Gauges
 from pagedmlx.chat.widgets.markdown import GrowingMarkdown
 from pagedmlx.chat.widgets.pane import ConversationPane
 from pagedmlx.chat.widgets.panel import MemoryPanel
@@ -57,20 +56,7 @@ class ChatApp(App[int]):
     CSS_PATH = "chat.tcss"
     TITLE = "pagedmlx"
     ENABLE_COMMAND_PALETTE = True
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("f1", "help", "Help"),
-        Binding("ctrl+t", "new", "New tab"),
-        Binding("f2", "toggle_memory", "Memory"),
-        Binding("f3", "focus_map", "Map", show=False),
-        Binding("f4", "settings", "Settings"),
-        Binding("f5", "saved", "Saved"),
-        Binding("f6,ctrl+pagedown", "turn_tab(1)", "Next tab", show=False, priority=True),
-        Binding("shift+f6,ctrl+pageup", "turn_tab(-1)", "Previous tab", show=False, priority=True),
-        Binding("f8", "close_tab", "Close tab", show=False),
-        Binding("escape", "stop", "Stop", show=False),
-        Binding("ctrl+c", "interrupt", "Stop", show=False, priority=True),
-        Binding("ctrl+q", "leave", "Quit", priority=True),
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = list(KEYS)
 
     def __init__(self, options: ChatOptions) -> None:
         super().__init__()
@@ -83,35 +69,12 @@ class ChatApp(App[int]):
         self._loading = Loading(options.make_client)
         self._slot_of: dict[str, int] = {}
         self._interrupted_s = float("-inf")
-        self._save_failed = False
         self._leaving = False
-        self.store = self._open_store()
-
-    def _open_store(self) -> Store:
-        try:
-            return Store(self.options.store_path)
-        except StoreError as error:
-            # The chat is of use without it; nothing that was saved is touched.
-            message = f"{error}; conversations of this session will not be kept"
-            self.call_later(lambda: self.tell(message, error=True))
-            return Store(None)
-
-    def _follow_theme(self) -> None:
-        with contextlib.suppress(StoreError):
-            wanted = self.store.setting("theme")
-            if wanted in self.available_themes:
-                self.theme = wanted
-
-        def keep(theme: Theme) -> None:
-            # Not worth a word if it can't.
-            with contextlib.suppress(StoreError):
-                self.store.keep_setting("theme", theme.name)
-
-        self.theme_changed_signal.subscribe(self, keep)
+        self.saving = Saving(options.store_path, self._complain_later)
 
     def compose(self) -> ComposeResult:
         """Build the screen."""
-        yield Static(id="banner")
+        yield Banner()
         with Container(id="main"):
             yield TabbedContent()
             yield MemoryPanel(self._slot_of, self._title_of)
@@ -119,12 +82,13 @@ class ChatApp(App[int]):
 
     async def on_mount(self) -> None:
         """Begin with one conversation and the model."""
-        self.query_one("#banner").display = False
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGHUP):
             with contextlib.suppress(ValueError, RuntimeError):
                 loop.add_signal_handler(number, self._terminate)
-        self._follow_theme()
+        if self.saving.theme in self.available_themes:
+            self.theme = self.saving.theme
+        self.theme_changed_signal.subscribe(self, lambda theme: self.saving.keep_theme(theme.name))
         await self.open(self.new_conversation())
         self.set_interval(_SAVE_S, self._save_all)
         self.run_worker(self._watch())
@@ -144,6 +108,11 @@ class ChatApp(App[int]):
         """Who answers, once the model is loaded."""
         return self._loading.client
 
+    @property
+    def store(self) -> Store:
+        """Where conversations are kept."""
+        return self.saving.store
+
     async def ready_client(self) -> ChatClient:
         """Who answers, as soon as the model is loaded."""
         return await self._loading.ready()
@@ -155,12 +124,12 @@ class ChatApp(App[int]):
             if name is not None:
                 self.load(name)
             elif self.client is None:
-                self._show_banner("no model yet: /model chooses one, Ctrl+Q leaves")
+                self.query_one(Banner).say("no model yet: /model chooses one, Ctrl+Q leaves")
 
         if self.options.can_pick:
             self.push_screen(PickerScreen(problem), take)
         else:
-            self._show_banner(f"{problem}; /model tries again, Ctrl+Q leaves")
+            self.query_one(Banner).say(f"{problem}; /model tries again, Ctrl+Q leaves")
 
     async def _load(self, name: str) -> None:
         before = self._loading.give_up()
@@ -171,11 +140,11 @@ class ChatApp(App[int]):
         try:
             client = await self._loading.take(name)
         except Exception as error:
-            self._show_banner("")
+            self.query_one(Banner).say("")
             hint = f" ({error.hint})" if isinstance(error, PagedMLXError) and error.hint else ""
             self.pick_model(f"{name or 'the endpoint'}: {error or type(error).__name__}{hint}")
             return
-        self._show_banner("")
+        self.query_one(Banner).say("")
         own = {k: v for k, v in client.defaults.items() if k not in self.options.given}
         before_params, self._base_params = self._base_params, replace(self.options.params, **own)
         for pane in self.panes:
@@ -254,21 +223,16 @@ class ChatApp(App[int]):
         except PagedMLXError as error:
             self._tell_error(error)
 
+    def _complain_later(self, text: str) -> None:
+        # The first complaint may come before there is a screen.
+        self.call_later(lambda: self.tell(text, error=True))
+
     def _tell_error(self, error: PagedMLXError) -> None:
         self.tell(f"{error}. {error.hint}".strip(), error=True)
 
     def save(self, conversation: Conversation) -> None:
         """Keep a conversation; a failure is told once, and tried again later."""
-        if not conversation.messages:
-            return
-        try:
-            self.store.save(conversation, time.time())
-        except StoreError as error:
-            if not self._save_failed:
-                self.tell(f"{error}. It stays on the screen, and is tried again.", error=True)
-            self._save_failed = True
-        else:
-            self._save_failed = False
+        self.saving.save(conversation)
 
     def _save_all(self) -> None:
         for pane in self.panes:
@@ -295,10 +259,7 @@ class ChatApp(App[int]):
     def copy(self, text: str) -> None:
         """Put a text into the clipboard: of the terminal, and of a Mac that one sits at."""
         self.copy_to_clipboard(text)
-        if sys.platform == "darwin" and "SSH_TTY" not in os.environ:
-            # Terminal.app doesn't let programs reach the clipboard.
-            with contextlib.suppress(OSError, subprocess.SubprocessError):
-                subprocess.run(["pbcopy"], input=text.encode(), timeout=1.0, check=False)
+        clipboard.put(text)
         self.tell(f"copied {len(text)} characters")
 
     # Events and actions.
@@ -426,20 +387,13 @@ class ChatApp(App[int]):
         """Show what the engine is doing now; it isn't asked while the memory is hidden."""
         panel = self.query_one(MemoryPanel)
         if self._loading.stage is not None:
-            what, share = self._loading.stage
-            done = "" if share is None else f"  {bar(share, 20)} {share:.0%}"
-            self._show_banner(f"{what}{done}")
+            self.query_one(Banner).say_stage(*self._loading.stage)
         if self.client is None or not panel.display:
             return
         snapshot = await self.client.snapshot()
         if self.client is not None:
             self.query_one(Gauges).ttft_s = self.pane.progress.ttft_s
             panel.show(snapshot, self.client.max_len, time.monotonic())
-
-    def _show_banner(self, text: str) -> None:
-        banner = self.query_one("#banner", Static)
-        banner.update(Content(text))
-        banner.display = bool(text)
 
     def _title_of(self, slot: int) -> str:
         titles = (each.conversation.shown_title for each in self.panes if each.slot == slot)

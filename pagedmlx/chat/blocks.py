@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from pagedmlx.core.block import NO_BLOCK
 from pagedmlx.core.snapshot import EngineSnapshot, SequenceSnapshot
 
 IntArray = npt.NDArray[np.int32]
@@ -165,7 +164,7 @@ class BlockHistory:
             if before.size and num_preemptions == sequence.num_preemptions:
                 both = min(before.size, now.size)
                 # A place that a window has passed is empty.
-                changed = (before[:both] != now[:both]) & (now[:both] != NO_BLOCK)
+                changed = (before[:both] != now[:both]) & (now[:both] >= 0)
                 copied = now[:both][changed]
             else:
                 copied = _copied_at_start(sequence, now, size)

@@ -62,7 +62,7 @@ def test_an_answer_in_parts_looks_like_the_whole_of_it() -> None:
             "[red]x[/red]",
             "<b>hi</b> !pic (u).",
             "link (http://x.y)",
-            " 2 two",
+            " 2. two",
             "▌ quote",
         ):
             assert text in whole

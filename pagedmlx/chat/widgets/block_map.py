@@ -223,6 +223,8 @@ def legend(per_cell: int, width: int) -> Content:
     meanings = {"A": "in use", "2": "shared", "*": "copied", "░": "cached", "·": "free"}
     parts = [Content.assemble((sign, "bold $text"), f" {text}") for sign, text in meanings.items()]
     told = Content("  ").join(parts)
+    if told.cell_length > width:
+        told = Content(" ").join(parts)
     if per_cell > 1:
         more = f"1 cell = {per_cell} blocks"
         is_short = told.cell_length + 2 + len(more) <= width

@@ -9,9 +9,10 @@ from typing import ClassVar
 
 from markdown_it.token import Token
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
-from rich.markdown import CodeBlock, Heading, HorizontalRule, Markdown, MarkdownElement
+from rich.markdown import CodeBlock, Heading, HorizontalRule, ListItem, Markdown, MarkdownElement
 from rich.padding import Padding
 from rich.rule import Rule
+from rich.segment import Segment
 from rich.style import Style
 from rich.syntax import ANSISyntaxTheme, Syntax
 from rich.theme import Theme
@@ -28,6 +29,20 @@ _PART_LINES = 40
 class _Heading(Heading):
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield self.text
+
+
+class _Item(ListItem):
+    def render_number(
+        self, console: Console, options: ConsoleOptions, number: int, last_number: int
+    ) -> RenderResult:
+        # As it is written: with a full stop.
+        label = f" {number}. "
+        style = console.get_style("markdown.item.number")
+        inner = options.update(width=options.max_width - len(label))
+        for place, line in enumerate(console.render_lines(self.elements, inner, style=self.style)):
+            yield Segment(" " * len(label) if place else label, style)
+            yield from line
+            yield Segment.line()
 
 
 class _Rule(HorizontalRule):
@@ -53,6 +68,7 @@ class _Drawn(Markdown):
     elements: ClassVar[dict[str, type[MarkdownElement]]] = {
         **Markdown.elements,
         "heading_open": _Heading,
+        "list_item_open": _Item,
         "hr": _Rule,
         "fence": _Code,
         "code_block": _Code,
@@ -72,7 +88,7 @@ class Ink:
 
     def __init__(self, colours: Mapping[str, str]) -> None:
         def style(name: str, *, bold: bool = False, underline: bool = False) -> Style:
-            colour = Color.parse(colours[name]).rich_color
+            colour = Color.parse(colours[f"text-{name}"]).rich_color
             return Style(color=colour, bold=bold or None, underline=underline or None)
 
         accent, warm = style("accent"), style("warning")
@@ -107,7 +123,8 @@ class Ink:
                 ("Generic", "Deleted"): style("error"),
             }
         )
-        self._paper = Style(bgcolor=Color.parse(colours["surface"]).rich_color)
+        surface = Color.parse(colours["surface"])
+        self._paper = Style(bgcolor=surface.rich_color) if surface.a else Style.null()
         self._part = lru_cache(maxsize=64)(self._coloured)
 
         self._markdown = _Drawn(self)

@@ -18,7 +18,8 @@ from pagedmlx.chat.pieces import GrowingText
 from pagedmlx.chat.widgets.ink import Ink
 
 _ENDLESS = 2**31
-_COLOURS = ("primary", "secondary", "accent", "success", "warning", "error", "surface")
+_INKS = ("primary", "secondary", "accent", "success", "warning", "error")
+_COLOURS = ("surface", *(f"text-{name}" for name in _INKS))
 
 
 @lru_cache(maxsize=4)

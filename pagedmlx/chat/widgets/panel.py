@@ -42,8 +42,7 @@ class MemoryPanel(Vertical):
 
     def show(self, snapshot: EngineSnapshot | None, max_len: int | None, now_s: float) -> None:
         """Show what the engine says; None says that it never will."""
-        for part in (BlockMap, Gauges, ".detail"):
-            self.query_one(part).display = snapshot is not None
+        self.set_class(snapshot is None, "-silent")
         if snapshot is None:
             self.query_one(".legend", Line).say(Content(_NO_MAP))
             return
