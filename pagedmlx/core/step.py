@@ -47,7 +47,8 @@ class ScheduledSequence:
     @property
     def num_prompt_tokens(self) -> int:
         """Its tokens if it computes a prompt (or one anew), 0 if it takes one more step."""
-        return self.num_tokens if self.num_tokens > 1 or not self.needs_logits else 0
+        is_last = self.needs_logits or self.completes_embedding
+        return self.num_tokens if self.num_tokens > 1 or not is_last else 0
 
 
 @dataclass(frozen=True, slots=True)
