@@ -26,7 +26,7 @@ from pagedmlx.chat.widgets.prompt import Prompt
 from pagedmlx.chat.widgets.transcript import Transcript
 
 _FRAME_S, _MAX_FRAME_S = 0.08, 0.5
-_FRAME_SHARE = 0.08
+_FRAME_SHARE = 0.05
 """Part of a core that the screen may take from the model; a slow machine draws less often."""
 
 _TITLE_LENGTH = 18
