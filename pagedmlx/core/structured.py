@@ -183,13 +183,14 @@ def is_deeper(value: object, limit: int) -> bool:
 def _choices(value: object) -> tuple[str, ...]:
     if isinstance(value, str | bytes) or not isinstance(value, Iterable):
         raise InvalidRequestError("choice", f"{type(value).__name__} is not a list of strings")
-    choices = tuple(dict.fromkeys(cast("Iterable[str]", value)))
+    given = tuple(cast("Iterable[str]", value))
+    for each in given:
+        _check_text("choice", each, MAX_GRAMMAR_CHARS)
+    choices = tuple(dict.fromkeys(given))
     if not choices:
         raise InvalidRequestError("choice", "is empty; at least one string is needed")
     if len(choices) > MAX_CHOICES:
         raise InvalidRequestError("choice", f"{len(choices)} strings, at most {MAX_CHOICES}")
-    for each in choices:
-        _check_text("choice", each, MAX_GRAMMAR_CHARS)
     if sum(map(len, choices)) > MAX_GRAMMAR_CHARS:
         raise InvalidRequestError("choice", f"more than {MAX_GRAMMAR_CHARS} characters in all")
     return choices

@@ -63,6 +63,7 @@ def test_equal_shapes_are_one_key():
         ({"choice": ()}, "choice"),
         ({"choice": "ab"}, "choice"),
         ({"choice": ("a", 5)}, "choice"),
+        ({"choice": ("a", ["b"])}, "choice"),
         ({"choice": tuple(map(str, range(MAX_CHOICES + 1)))}, "choice"),
         ({"choice": tuple(f"{i}{'x' * 1000}" for i in range(300))}, "choice"),
         ({"json_object": True, "after": 5}, "after"),

@@ -120,6 +120,7 @@ def test_any_object_and_plain_text_can_be_asked_for(tiny: RunningServer):
         ({"structured_outputs": {"regex": ["a"]}}, "structured_outputs.regex"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
         ({"structured_outputs": {"choice": [1]}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"choice": [["yes"]]}}, "structured_outputs.choice"),
         ({"structured_outputs": {"grammar": "x"}}, "structured_outputs.grammar"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
         (
