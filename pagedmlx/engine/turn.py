@@ -252,10 +252,15 @@ class Turn:
             syntax,
             self._callable,
             token_id,
-            several=self.parallel_tool_calls,
+            several=self.parallel_tool_calls and not self._is_named,
             think=model.answer_style.think if may_think and self._thinks else None,
             answer=answer,
         )
+
+    @property
+    def _is_named(self) -> bool:
+        """Whether one function must be called, which is called once."""
+        return self.choice.mode is ToolMode.REQUIRED and len(self.choice.names) == 1
 
     @property
     def _thinks(self) -> bool:

@@ -118,12 +118,10 @@ def test_whatever_is_written_where_a_call_must_be_made_is_one(name: str):
 
 
 @pytest.mark.parametrize("name", CALLERS)
-def test_a_named_tool_is_the_only_one_that_can_be_called(name: str):
+def test_a_named_tool_is_the_only_one_that_can_be_called_and_is_called_once(name: str):
     model = model_of(name)
     choice = {"type": "function", "function": {"name": "do_nothing"}}
-    turn = Turn.read(
-        model, ASK, tools=[SWITCH, NOTHING], tool_choice=choice, parallel_tool_calls=False
-    )
+    turn = Turn.read(model, ASK, tools=[SWITCH, NOTHING], tool_choice=choice)
     structured = StructuredOutputs(
         grammar=(grammar_of(model, turn).grammar or "").replace("thought? ", "")
     )
