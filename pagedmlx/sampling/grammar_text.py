@@ -56,7 +56,8 @@ def grammar_text(structured: StructuredOutputs) -> str:
         case "choice":
             assert structured.choice is not None
             words = " | ".join(json.dumps(each, ensure_ascii=False) for each in structured.choice)
-            return _of_lark(f"start: {words}")
+            # One terminal for all: as rules, two thousand of them would be too much work.
+            return _of_lark(f"start: CHOICE\nCHOICE: {words}")
         case "grammar":
             assert structured.grammar is not None
             return _of_lark(_with_one_line_json(_as_lark(structured.grammar)))

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagedmlx.core.structured import GrammarMatcher, StructuredOutputs
+from pagedmlx.core.structured import MAX_CHOICES, GrammarMatcher, StructuredOutputs
 from pagedmlx.errors import InvalidRequestError, NoTokenLeftError
 from pagedmlx.sampling import grammar as grammar_module
 from pagedmlx.sampling.grammar import LLGuidance
@@ -85,6 +85,14 @@ def test_a_mask_has_just_the_tokens_that_a_choice_can_go_on_with(make: Any, seed
         assert is_whole == (text in (b"the fox", b"that's it", b"fox", b"nothing"))
         if is_whole:
             return
+
+
+def test_as_many_choices_as_may_be_given_can_be_followed():
+    choices = [f"option number {index}" for index in range(MAX_CHOICES)]
+    matcher = start(smollm2_tokenizer, choice=tuple(choices))
+    text, is_whole = wander(matcher, smollm2_tokenizer(), random.Random(1))
+    assert is_whole
+    assert text in choices
 
 
 def test_the_models_vocabulary_may_be_larger_or_smaller_than_the_tokenizers():
