@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 from pagedmlx.core.structured import StructuredOutputs
 from pagedmlx.errors import InvalidRequestError
 from pagedmlx.server.fields import renamed_error
 from pagedmlx.server.structured import read_structured
+from pagedmlx.values import as_list, as_object, shown
 
 
 def message_tools(value: object, *, strict: bool) -> tuple[list[dict[str, Any]], list[str]]:
@@ -28,13 +29,13 @@ def message_tools(value: object, *, strict: bool) -> tuple[list[dict[str, Any]],
     """
     tools: list[dict[str, Any]] = []
     left_out: list[str] = []
-    for index, tool in enumerate(_list(value, "tools")):
+    for index, tool in enumerate(as_list(value, "tools")):
         where = f"tools[{index}]"
-        fields = _object(tool, where)
+        fields = as_object(tool, where)
         kind = fields.get("type")
         if kind not in (None, "custom"):
             if not isinstance(kind, str):
-                raise InvalidRequestError(f"{where}.type", f"{_shown(kind)} is not a string")
+                raise InvalidRequestError(f"{where}.type", f"{shown(kind)} is not a string")
             left_out.append(kind)
             continue
         if fields.get("input_schema") is None:
@@ -57,13 +58,13 @@ def message_tool_choice(value: object) -> tuple[object, bool]:
     """
     if value is None:
         return None, True
-    fields = _object(value, "tool_choice")
+    fields = as_object(value, "tool_choice")
     kind = fields.get("type")
     _check_kind(fields, "tool_choice", ("auto", "any", "tool", "none"))
     alone = fields.get("disable_parallel_tool_use", False)
     if not isinstance(alone, bool):
         raise InvalidRequestError(
-            "tool_choice.disable_parallel_tool_use", f"{_shown(alone)} is not true or false"
+            "tool_choice.disable_parallel_tool_use", f"{shown(alone)} is not true or false"
         )
     if kind == "tool":
         return {"type": "function", "function": {"name": fields.get("name")}}, not alone
@@ -107,27 +108,9 @@ def _place(field: str, where: str) -> str:
 def _check_kind(fields: Mapping[str, Any], where: str, kinds: tuple[str | None, ...]) -> None:
     kind = fields.get("type")
     if kind is not None and not isinstance(kind, str):
-        raise InvalidRequestError(f"{where}.type", f"{_shown(kind)} is not a string")
+        raise InvalidRequestError(f"{where}.type", f"{shown(kind)} is not a string")
     if kind not in kinds:
         known = ", ".join(each for each in kinds if each is not None)
         raise InvalidRequestError(
-            f"{where}.type", f"{_shown(kind)} is not supported", hint=f"what is: {known}"
+            f"{where}.type", f"{shown(kind)} is not supported", hint=f"what is: {known}"
         )
-
-
-def _list(value: object, where: str) -> list[Any]:
-    if value is None:
-        return []
-    if not isinstance(value, list):
-        raise InvalidRequestError(where, f"{_shown(value)} is not a list")
-    return cast("list[Any]", value)
-
-
-def _object(value: object, where: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise InvalidRequestError(where, f"{_shown(value)} is not an object")
-    return cast("Mapping[str, Any]", value)
-
-
-def _shown(value: object) -> str:
-    return repr(value)[:80]

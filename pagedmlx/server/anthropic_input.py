@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from pagedmlx.errors import InvalidRequestError
+from pagedmlx.values import as_object, text_of
 
 _BILLING = re.compile(r"^x-anthropic-billing-header:[^\n]*\n?", re.MULTILINE)
 _BETWEEN = "\n\n"
@@ -23,7 +24,7 @@ def to_messages(system: object, messages: object) -> list[dict[str, Any]]:
     if not isinstance(messages, list) or not messages:
         raise InvalidRequestError("messages", "must be a list of messages, not empty")
     for index, message in enumerate(cast("list[Any]", messages)):
-        found += _message(_object(message, f"messages[{index}]"), f"messages[{index}]")
+        found += _message(as_object(message, f"messages[{index}]"), f"messages[{index}]")
     if found[-1]["role"] == "assistant":
         raise InvalidRequestError(
             f"messages[{len(cast('list[Any]', messages)) - 1}]",
@@ -65,7 +66,7 @@ def _user(role: str, blocks: Sequence[tuple[Mapping[str, Any], str]]) -> list[di
             results.append(
                 {
                     "role": "tool",
-                    "tool_call_id": _text(block, "tool_use_id", where),
+                    "tool_call_id": text_of(block, "tool_use_id", where),
                     "content": _result(block, where),
                 }
             )
@@ -83,7 +84,7 @@ def _assistant(blocks: Sequence[tuple[Mapping[str, Any], str]]) -> list[dict[str
     for block, where in blocks:
         kind = block.get("type")
         if kind == "thinking":
-            thought.append(_text(block, "thinking", where))
+            thought.append(text_of(block, "thinking", where))
         elif kind == "redacted_thinking":
             continue  # another server's; nobody can read it here
         elif kind == "tool_use":
@@ -98,11 +99,11 @@ def _assistant(blocks: Sequence[tuple[Mapping[str, Any], str]]) -> list[dict[str
 
 
 def _call(block: Mapping[str, Any], where: str) -> dict[str, Any]:
-    arguments = json.dumps(_object(block.get("input"), f"{where}.input"), ensure_ascii=False)
+    arguments = json.dumps(as_object(block.get("input"), f"{where}.input"), ensure_ascii=False)
     return {
-        "id": _text(block, "id", where),
+        "id": text_of(block, "id", where),
         "type": "function",
-        "function": {"name": _text(block, "name", where), "arguments": arguments},
+        "function": {"name": text_of(block, "name", where), "arguments": arguments},
     }
 
 
@@ -127,7 +128,7 @@ def _blocks(content: object, where: str) -> list[tuple[Mapping[str, Any], str]]:
         raise InvalidRequestError(where, "must be text or a list of blocks")
     places = [f"{where}[{index}]" for index in range(len(cast("list[Any]", content)))]
     return [
-        (_object(block, place), place)
+        (as_object(block, place), place)
         for block, place in zip(cast("list[Any]", content), places, strict=True)
     ]
 
@@ -140,17 +141,4 @@ def _text_of(block: Mapping[str, Any], where: str) -> str:
             f"{str(kind)[:80]!r} can't be read by this model",
             hint="text, tool_use, tool_result and thinking are taken, each in its place",
         )
-    return _text(block, "text", where)
-
-
-def _object(value: object, where: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise InvalidRequestError(where, f"{str(value)[:80]!r} is not an object")
-    return cast("Mapping[str, Any]", value)
-
-
-def _text(fields: Mapping[str, Any], name: str, where: str) -> str:
-    value = fields.get(name)
-    if not isinstance(value, str):
-        raise InvalidRequestError(f"{where}.{name}", f"{str(value)[:80]!r} is not a string")
-    return value
+    return text_of(block, "text", where)

@@ -15,6 +15,7 @@ from pagedmlx.server.field import no_effect as _no_effect
 from pagedmlx.server.field import refused as _refused
 from pagedmlx.server.field import sampling as _sampling
 from pagedmlx.server.field import used as _used
+from pagedmlx.values import shown
 
 T = TypeVar("T")
 D = TypeVar("D")
@@ -210,7 +211,7 @@ def typed(values: Mapping[str, Any], name: str, kind: type[T], default: D) -> T 
     if value is None:
         return default
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise InvalidRequestError(name, f"{_shown(value)} is not {_KINDS[kind]}")
+        raise InvalidRequestError(name, f"{shown(value)} is not {_KINDS[kind]}")
     return value
 
 
@@ -237,8 +238,3 @@ _KINDS: Mapping[type, str] = {
     dict: "an object",
     list: "a list",
 }
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}..."

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from pagedmlx.errors import InvalidRequestError
 from pagedmlx.server.responses_tools import custom_arguments, model_name
+from pagedmlx.values import text_of
 
 MAX_ITEMS = 10_000
 """Most items of a conversation."""
@@ -49,7 +50,7 @@ def _item(
         fields["type"] = "message"
     # Clients may leave out the type of a reference, which is nothing but an id.
     if fields.get("type") == "item_reference" or fields.keys() == {"id"}:
-        item_id = _text(fields, "id", where)
+        item_id = text_of(fields, "id", where)
         if look_up is None:
             raise InvalidRequestError(f"{where}.id", f"there is no item {item_id[:80]!r}")
         return look_up(item_id, f"{where}.id")
@@ -82,11 +83,11 @@ def to_messages(
         elif kind == "reasoning":
             conversation.think(_reasoning(item, where))
         elif kind == "function_call":
-            conversation.call(item, where, _text(item, "arguments", where))
+            conversation.call(item, where, text_of(item, "arguments", where))
         elif kind == "custom_tool_call":
-            conversation.call(item, where, custom_arguments(_text(item, "input", where)))
+            conversation.call(item, where, custom_arguments(text_of(item, "input", where)))
         elif kind in ("function_call_output", "custom_tool_call_output"):
-            call_id = _text(item, "call_id", where)
+            call_id = text_of(item, "call_id", where)
             content = _content(item.get("output"), f"{where}.output")
             conversation.add("tool", content, tool_call_id=call_id)
         else:
@@ -123,9 +124,9 @@ class _Conversation:
             last["reasoning_content"] = last.get("reasoning_content", "") + text
 
     def call(self, item: Mapping[str, Any], where: str, arguments: str) -> None:
-        name = model_name(_text(item, "name", where), item.get("namespace"))
+        name = model_name(text_of(item, "name", where), item.get("namespace"))
         function = {"name": name, "arguments": arguments}
-        call = {"id": _text(item, "call_id", where), "type": "function", "function": function}
+        call = {"id": text_of(item, "call_id", where), "type": "function", "function": function}
         self._turn().setdefault("tool_calls", []).append(call)
 
     def _turn(self) -> dict[str, Any]:
@@ -167,14 +168,7 @@ def _part(part: object, where: str) -> str:
         raise InvalidRequestError(
             f"{where}.type", f"{kind!r} can't be read by this model", hint="send text only"
         )
-    return _text(fields, _TEXT_PARTS[kind], where)
-
-
-def _text(fields: Mapping[str, Any], name: str, where: str) -> str:
-    value = fields.get(name)
-    if not isinstance(value, str):
-        raise InvalidRequestError(f"{where}.{name}", f"{str(value)[:80]!r} is not a string")
-    return value
+    return text_of(fields, _TEXT_PARTS[kind], where)
 
 
 def _reasoning(item: Mapping[str, Any], where: str) -> str:
@@ -186,7 +180,7 @@ def _reasoning(item: Mapping[str, Any], where: str) -> str:
     for index, part in enumerate(cast("list[Any]", content)):
         if not isinstance(part, Mapping):
             raise InvalidRequestError(f"{where}.content[{index}]", "is not an object")
-        texts.append(_text(cast("Mapping[str, Any]", part), "text", f"{where}.content[{index}]"))
+        texts.append(text_of(cast("Mapping[str, Any]", part), "text", f"{where}.content[{index}]"))
     if texts:
         return "".join(texts)
     sealed = item.get("encrypted_content")

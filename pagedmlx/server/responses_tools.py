@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from pagedmlx.errors import InvalidRequestError
+from pagedmlx.values import as_list, as_object, shown, text_of
 
 _FUNCTION_FIELDS = ("name", "description", "parameters")
 _INPUT = "input"
@@ -94,7 +95,7 @@ def read_tools(value: object, *, strict: bool) -> ResponseTools:
         InvalidRequestError: One is malformed, or all of them are run by OpenAI's own servers.
     """
     found = ResponseTools()
-    for index, tool in enumerate(_list(value, "tools")):
+    for index, tool in enumerate(as_list(value, "tools")):
         _read(tool, f"tools[{index}]", found)
     if found.left_out and (strict or not found.functions):
         raise InvalidRequestError(
@@ -106,14 +107,14 @@ def read_tools(value: object, *, strict: bool) -> ResponseTools:
 
 
 def _read(tool: object, where: str, found: ResponseTools, namespace: str = "") -> None:
-    fields = _object(tool, where)
-    kind = _text(fields, "type", where)
+    fields = as_object(tool, where)
+    kind = text_of(fields, "type", where)
     if kind == "namespace" and not namespace:
-        inner = _text(fields, "name", where)
-        for index, each in enumerate(_list(fields.get("tools"), f"{where}.tools")):
+        inner = text_of(fields, "name", where)
+        for index, each in enumerate(as_list(fields.get("tools"), f"{where}.tools")):
             _read(each, f"{where}.tools[{index}]", found, inner)
     elif kind in ("function", "custom"):
-        name = _text(fields, "name", where)
+        name = text_of(fields, "name", where)
         known = model_name(name, namespace)
         function = {key: fields[key] for key in _FUNCTION_FIELDS if fields.get(key) is not None}
         if kind == "custom":
@@ -129,9 +130,9 @@ def _as_function(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
     help = fields.get("description")
     lines = [help] if isinstance(help, str) else []
     form = fields.get("format")
-    if form is not None and _object(form, f"{where}.format").get("type") == "grammar":
+    if form is not None and as_object(form, f"{where}.format").get("type") == "grammar":
         syntax, definition = (
-            _text(form, key, f"{where}.format") for key in ("syntax", "definition")
+            text_of(form, key, f"{where}.format") for key in ("syntax", "definition")
         )
         lines.append(f"The input must match this {syntax} grammar:\n{definition}")
     schema = {"type": "object", "properties": {_INPUT: {"type": "string"}}, "required": [_INPUT]}
@@ -151,8 +152,8 @@ def read_tool_choice(value: object) -> object:
         return _choice(fields, "tool_choice")
     where = "tool_choice.tools"
     allowed = [
-        _choice(_object(tool, f"{where}[{index}]"), f"{where}[{index}]")
-        for index, tool in enumerate(_list(fields.get("tools"), where))
+        _choice(as_object(tool, f"{where}[{index}]"), f"{where}[{index}]")
+        for index, tool in enumerate(as_list(fields.get("tools"), where))
     ]
     return {
         "type": "allowed_tools",
@@ -164,32 +165,7 @@ def _choice(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
     kind = fields.get("type")
     if kind not in ("function", "custom"):
         raise InvalidRequestError(
-            f"{where}.type", f"{_shown(kind)} is not supported", hint="what is: function, custom"
+            f"{where}.type", f"{shown(kind)} is not supported", hint="what is: function, custom"
         )
-    name = model_name(_text(fields, "name", where), fields.get("namespace"))
+    name = model_name(text_of(fields, "name", where), fields.get("namespace"))
     return {"type": "function", "function": {"name": name}}
-
-
-def _list(value: object, where: str) -> list[Any]:
-    if value is None:
-        return []
-    if not isinstance(value, list):
-        raise InvalidRequestError(where, f"{_shown(value)} is not a list")
-    return cast("list[Any]", value)
-
-
-def _object(value: object, where: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise InvalidRequestError(where, f"{_shown(value)} is not an object")
-    return cast("Mapping[str, Any]", value)
-
-
-def _text(fields: Mapping[str, Any], name: str, where: str) -> str:
-    value = fields.get(name)
-    if not isinstance(value, str):
-        raise InvalidRequestError(f"{where}.{name}", f"{_shown(value)} is not a string")
-    return value
-
-
-def _shown(value: object) -> str:
-    return repr(value)[:80]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 from pagedmlx.core.structured import MAX_JSON_DEPTH, StructuredOutputs, is_deeper
 from pagedmlx.errors import InvalidRequestError
 from pagedmlx.server.fields import renamed_error
+from pagedmlx.values import as_object, shown
 
 _KINDS: Mapping[str, str] = {
     "json": "json_schema",
@@ -100,7 +101,7 @@ def _checked(asked: Mapping[str, Any], renamed: Mapping[str, str]) -> Structured
 
 def _response_format(value: object) -> tuple[dict[str, Any], dict[str, str]]:
     where = "response_format"
-    fields = _object(value, where)
+    fields = as_object(value, where)
     kind = fields.get("type")
     if kind == "text":
         return {}, {}
@@ -111,11 +112,11 @@ def _response_format(value: object) -> tuple[dict[str, Any], dict[str, str]]:
     if kind != "json_schema":
         raise InvalidRequestError(
             f"{where}.type",
-            f"{_shown(kind)} is not supported",
+            f"{shown(kind)} is not supported",
             hint="what is: text, json_object, json_schema",
         )
     where = f"{where}.json_schema"
-    inner = _object(fields.get("json_schema"), where)
+    inner = as_object(fields.get("json_schema"), where)
     schema = inner.get("schema")
     if schema is None:
         raise InvalidRequestError(f"{where}.schema", "is missing")
@@ -126,7 +127,7 @@ def _response_format(value: object) -> tuple[dict[str, Any], dict[str, str]]:
 
 def _structured_outputs(value: object) -> tuple[dict[str, Any], dict[str, str]]:
     where = "structured_outputs"
-    fields = {name: each for name, each in _object(value, where).items() if each is not None}
+    fields = {name: each for name, each in as_object(value, where).items() if each is not None}
     for name in fields:
         if name not in (*_KINDS, *_SWITCHES, "whitespace_pattern"):
             raise InvalidRequestError(f"{where}.{name[:64]}", "is not supported")
@@ -143,16 +144,5 @@ def _structured_outputs(value: object) -> tuple[dict[str, Any], dict[str, str]]:
 def _switch(fields: Mapping[str, Any], name: str, where: str) -> bool:
     value = fields.get(name)
     if not isinstance(value, bool | None):
-        raise InvalidRequestError(f"{where}.{name}", f"{_shown(value)} is not true or false")
+        raise InvalidRequestError(f"{where}.{name}", f"{shown(value)} is not true or false")
     return bool(value)
-
-
-def _object(value: object, where: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise InvalidRequestError(where, f"{_shown(value)} is not an object")
-    return cast("Mapping[str, Any]", value)
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}..."

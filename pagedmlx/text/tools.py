@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import Any, cast
 
 from pagedmlx.errors import InvalidRequestError
+from pagedmlx.values import as_object, shown
 
 MAX_TOOLS = 512
 """Most tools in one request."""
@@ -65,7 +66,7 @@ def check_tools(value: object) -> tuple[dict[str, Any], ...]:
     if value is None:
         return ()
     if not isinstance(value, list | tuple):
-        raise InvalidRequestError("tools", f"{_shown(value)} is not a list")
+        raise InvalidRequestError("tools", f"{shown(value)} is not a list")
     given = cast("Sequence[Any]", value)
     if len(given) > MAX_TOOLS:
         raise InvalidRequestError("tools", f"{len(given)} of them, at most {MAX_TOOLS}")
@@ -153,25 +154,25 @@ def _written(function: Mapping[str, Any]) -> str:
 
 
 def _function(tool: object, where: str) -> dict[str, Any]:
-    fields = _object(tool, where)
+    fields = as_object(tool, where)
     kind = fields.get("type")
     if kind != "function":
         raise InvalidRequestError(
-            f"{where}.type", f"{_shown(kind)} is not supported", hint="what is: function"
+            f"{where}.type", f"{shown(kind)} is not supported", hint="what is: function"
         )
-    function = _object(fields.get("function"), f"{where}.function")
+    function = as_object(fields.get("function"), f"{where}.function")
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise InvalidRequestError(
             f"{where}.function.name",
-            f"{_shown(name)} is not 1 to 128 of the characters a-z, A-Z, 0-9, _, . and -",
+            f"{shown(name)} is not 1 to 128 of the characters a-z, A-Z, 0-9, _, . and -",
         )
     checked: dict[str, Any] = {"name": name}
     description = function.get("description")
     if description is not None:
         if not isinstance(description, str):
             raise InvalidRequestError(
-                f"{where}.function.description", f"{_shown(description)} is not text"
+                f"{where}.function.description", f"{shown(description)} is not text"
             )
         checked["description"] = description
     checked["parameters"] = _parameters(function.get("parameters"), f"{where}.function.parameters")
@@ -181,21 +182,21 @@ def _function(tool: object, where: str) -> dict[str, Any]:
 def _parameters(value: object, where: str) -> dict[str, Any]:
     if value is None:
         return {"type": "object", "properties": {}}
-    schema = dict(_object(value, where))
+    schema = dict(as_object(value, where))
     if schema.setdefault("type", "object") != "object":
-        raise InvalidRequestError(f"{where}.type", f"{_shown(schema['type'])} must be 'object'")
+        raise InvalidRequestError(f"{where}.type", f"{shown(schema['type'])} must be 'object'")
     # Templates go through both without looking.
     properties = schema.setdefault("properties", {})
     if not isinstance(properties, Mapping):
-        raise InvalidRequestError(f"{where}.properties", f"{_shown(properties)} is not an object")
+        raise InvalidRequestError(f"{where}.properties", f"{shown(properties)} is not an object")
     for name, each in cast("Mapping[str, Any]", properties).items():
         if not isinstance(each, Mapping | bool):
             raise InvalidRequestError(
-                f"{where}.properties", f"{_shown(each)} is no schema, of {name[:80]!r}"
+                f"{where}.properties", f"{shown(each)} is no schema, of {name[:80]!r}"
             )
     required = schema.get("required", [])
     if not isinstance(required, list) or not all(isinstance(each, str) for each in required):
-        raise InvalidRequestError(f"{where}.required", f"{_shown(required)} is no list of names")
+        raise InvalidRequestError(f"{where}.required", f"{shown(required)} is no list of names")
     return schema
 
 
@@ -204,23 +205,23 @@ def _choice(value: object) -> ToolChoice:
         if value not in list(ToolMode):
             raise InvalidRequestError(
                 "tool_choice",
-                f"{_shown(value)} is not supported",
+                f"{shown(value)} is not supported",
                 hint="what is: auto, none, required, or an object that names a function",
             )
         return ToolChoice(ToolMode(value))
-    fields = _object(value, "tool_choice")
+    fields = as_object(value, "tool_choice")
     if fields.get("type") == "function":
         return ToolChoice(ToolMode.REQUIRED, (_named(fields, "tool_choice"),))
     if fields.get("type") != "allowed_tools":
-        raise InvalidRequestError("tool_choice.type", f"{_shown(fields.get('type'))} is unknown")
-    allowed = _object(fields.get("allowed_tools"), "tool_choice.allowed_tools")
+        raise InvalidRequestError("tool_choice.type", f"{shown(fields.get('type'))} is unknown")
+    allowed = as_object(fields.get("allowed_tools"), "tool_choice.allowed_tools")
     mode, tools = allowed.get("mode"), allowed.get("tools")
     if mode not in ("auto", "required") or not isinstance(tools, list) or not tools:
         raise InvalidRequestError(
             "tool_choice.allowed_tools", "needs a mode, auto or required, and a list of tools"
         )
     names = [
-        _named(_object(tool, f"{place}[{index}]"), f"{place}[{index}]")
+        _named(as_object(tool, f"{place}[{index}]"), f"{place}[{index}]")
         for place in ("tool_choice.allowed_tools.tools",)
         for index, tool in enumerate(cast("list[Any]", tools))
     ]
@@ -228,17 +229,7 @@ def _choice(value: object) -> ToolChoice:
 
 
 def _named(fields: Mapping[str, Any], where: str) -> str:
-    name = _object(fields.get("function"), f"{where}.function").get("name")
+    name = as_object(fields.get("function"), f"{where}.function").get("name")
     if not isinstance(name, str):
-        raise InvalidRequestError(f"{where}.function.name", f"{_shown(name)} is not a name")
+        raise InvalidRequestError(f"{where}.function.name", f"{shown(name)} is not a name")
     return name
-
-
-def _object(value: object, where: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise InvalidRequestError(where, f"{_shown(value)} is not an object")
-    return cast("Mapping[str, Any]", value)
-
-
-def _shown(value: object) -> str:
-    return repr(value)[:80]
