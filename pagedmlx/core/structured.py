@@ -181,7 +181,7 @@ def is_deeper(value: object, limit: int) -> bool:
 
 
 def _choices(value: object) -> tuple[str, ...]:
-    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+    if isinstance(value, str | bytes | dict) or not isinstance(value, Iterable):
         raise InvalidRequestError("choice", f"{type(value).__name__} is not a list of strings")
     given = tuple(cast("Iterable[str]", value))
     for each in given:

@@ -62,6 +62,7 @@ def test_equal_shapes_are_one_key():
         ({"grammar": "\ud800"}, "grammar"),
         ({"choice": ()}, "choice"),
         ({"choice": "ab"}, "choice"),
+        ({"choice": {"ab": 1}}, "choice"),
         ({"choice": ("a", 5)}, "choice"),
         ({"choice": ("a", ["b"])}, "choice"),
         ({"choice": tuple(map(str, range(MAX_CHOICES + 1)))}, "choice"),
