@@ -109,11 +109,12 @@ def anthropic_error_body(error: PagedMLXError) -> dict[str, Any]:
     """The same for the clients of Anthropic's API."""
     status = error.http_status
     kind = "api_error" if status >= 500 else "invalid_request_error"
-    message = error_body(error)["error"]["message"]
-    return {
-        "type": "error",
-        "error": {"type": _ANTHROPIC_TYPES.get(status, kind), "message": message},
-    }
+    told = error_body(error)["error"]
+    body = {"type": _ANTHROPIC_TYPES.get(status, kind), "message": told["message"]}
+    if told["param"] == "thread":
+        # By this Anthropic's client knows that it must send the whole conversation each time.
+        body["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    return {"type": "error", "error": body}
 
 
 def is_anthropic(path: str) -> bool:

@@ -135,6 +135,22 @@ def test_what_an_answer_had_goes_back_and_is_found_in_the_cache():
         assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
 
 
+def test_the_clients_tool_runner_goes_on_without_a_thread():
+    @anthropic.beta_tool
+    def get_weather(city: str, days: int) -> str:
+        """Tells the weather."""
+        asked.append((city, days))
+        return "Rain."
+
+    asked: list[tuple[str, int]] = []
+    with client_of(CALLS["json_tools"]) as (client, _):
+        answers = client.beta.messages.tool_runner(
+            model="tiny", max_tokens=300, messages=ASK, tools=[get_weather], max_iterations=2
+        )
+        assert [answer.stop_reason for answer in answers] == ["tool_use", "tool_use"]
+    assert asked[0] == (ARGUMENTS["city"], ARGUMENTS["days"])
+
+
 def test_why_an_answer_ended_is_told():
     with client_of("Hello there", "no tools") as (client, _):
         ended = ask_both(client)
