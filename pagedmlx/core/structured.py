@@ -182,11 +182,12 @@ def is_deeper(value: object, limit: int) -> bool:
 
 def _choices(value: object) -> tuple[str, ...]:
     if isinstance(value, str | bytes | dict) or not isinstance(value, Iterable):
-        raise InvalidRequestError("choice", f"{type(value).__name__} is not a list of strings")
-    given = tuple(cast("Iterable[str]", value))
+        found = type(cast("object", value)).__name__
+        raise InvalidRequestError("choice", f"{found} is not a list of strings")
+    given = tuple(cast("Iterable[object]", value))
     for each in given:
         _check_text("choice", each, MAX_GRAMMAR_CHARS)
-    choices = tuple(dict.fromkeys(given))
+    choices = tuple(dict.fromkeys(cast("tuple[str, ...]", given)))
     if not choices:
         raise InvalidRequestError("choice", "is empty; at least one string is needed")
     if len(choices) > MAX_CHOICES:
