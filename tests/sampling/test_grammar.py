@@ -223,7 +223,7 @@ def test_blanks_in_json_are_bounded(pattern: str | None, good: list[str], bad: l
     tokenizer = byte_tokenizer()
     for text, fits in [*((each, True) for each in good), *((each, False) for each in bad)]:
         matcher = start(json_schema=schema, whitespace_pattern=pattern)
-        taken = True
+        taken, is_whole = True, False
         for token in tokenizer.encode(text):
             if token not in allowed(matcher.mask()):
                 taken = False
