@@ -11,7 +11,7 @@ from typing import SupportsIndex
 
 from pagedmlx.core.pooling import EmbeddingSpec, NoEmbedding, Pooling
 from pagedmlx.core.sampling_params import SamplingParams
-from pagedmlx.core.structured import Grammar, GrammarBackend, StructuredOutputs
+from pagedmlx.core.structured import Grammar, GrammarBackend
 from pagedmlx.engine.outputs import EmbeddingParams, Job, OutputCollector
 from pagedmlx.errors import ContextLengthError, InvalidRequestError, PoolTooSmallError
 from pagedmlx.text.tokenizer import Tokenizer
@@ -125,7 +125,7 @@ def prepare_job(
         stop_token_ids=stop_token_ids,
         bad_words=_bad_words(params.bad_words, tokenizer, limits.vocab_size),
         shown_token_ids=tokenizer.ids_of(job.shown_tokens),
-        grammar=_compile(params.structured, grammars),
+        grammar=_compile(job, grammars),
     )
 
 
@@ -178,14 +178,24 @@ def _check_dimensions(dimensions: int | None, spec: EmbeddingSpec) -> None:
         raise InvalidRequestError("dimensions", f"{dimensions} must be between 1 and {whole}")
 
 
-def _compile(
-    structured: StructuredOutputs | None, grammars: GrammarBackend | None
-) -> Grammar | None:
+def _compile(job: Job, grammars: GrammarBackend | None) -> Grammar | None:
+    structured = job.sampling_params.structured
     if structured is None:
         return None
     if grammars is None:
         raise InvalidRequestError("structured", "this engine follows no grammars")
-    return grammars.compile(structured)
+    try:
+        return grammars.compile(structured)
+    except InvalidRequestError as error:
+        for name, part in job.grammar_parts.items():
+            try:
+                grammars.compile(part)
+            except InvalidRequestError as found:
+                reason = str(found).removeprefix(f"{found.field}: ")
+                raise InvalidRequestError(
+                    error.field, f"{name}: {reason}", hint=found.hint
+                ) from found
+        raise
 
 
 def _check_fields(job: Job) -> None:

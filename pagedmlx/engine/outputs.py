@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pagedmlx.core.sampling_params import SamplingParams
+from pagedmlx.core.structured import StructuredOutputs
 from pagedmlx.errors import InvalidRequestError, PagedMLXError
 from pagedmlx.text.answer_parts import AssistantMessage
 
@@ -50,6 +51,8 @@ class Job:
         cache_salt: Cached prefixes are shared only among requests of the same salt.
         chat_template_kwargs: Further variables for the chat template.
         shown_tokens: Special tokens that stay in the text though others are left out.
+        grammar_parts: What its grammar is made of, by what an error should call each: if the whole
+            can't be compiled, these are tried one by one.
         embedding: The prompt's embedding is wanted, and nothing is sampled.
     """
 
@@ -62,6 +65,9 @@ class Job:
     cache_salt: str = ""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     shown_tokens: tuple[str, ...] = ()
+    grammar_parts: Mapping[str, StructuredOutputs] = field(
+        default_factory=dict[str, StructuredOutputs]
+    )
     embedding: EmbeddingParams | None = None
 
 

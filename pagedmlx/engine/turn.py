@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -138,11 +139,13 @@ class Turn:
                 messages = _with_short_ids(normalize_messages(messages), syntax.id_length)
         elif self.tools or mentions_tools(messages):
             messages = tell_of_tools(normalize_messages(messages), self._told)
+        params = self._constrained(model, syntax, sampling_params, variables)
         return Job(
             messages=messages,
-            sampling_params=self._constrained(model, syntax, sampling_params, variables),
+            sampling_params=params,
             chat_template_kwargs=variables,
             shown_tokens=self._marks(style),
+            grammar_parts={} if params.structured is None else self._schemas(),
             **fields,
         )
 
@@ -173,6 +176,16 @@ class Turn:
                 for each in output.outputs
             ),
         )
+
+    def _schemas(self) -> dict[str, StructuredOutputs]:
+        """The parameters of each function, which a grammar of calls is made of."""
+        functions = [tool["function"] for tool in self._callable]
+        return {
+            f"the parameters of {each['name']!r}": StructuredOutputs(
+                json_schema=json.dumps(each["parameters"])
+            )
+            for each in functions
+        }
 
     @property
     def _told(self) -> Sequence[Mapping[str, Any]]:

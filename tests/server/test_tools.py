@@ -324,6 +324,11 @@ def test_a_model_that_says_anything_calls_the_tool_that_it_must(tmp_path: Path):
                     assert call.name == "set_levels"
                 if call.name == "set_levels":
                     assert set(json.loads(call.arguments)["levels"]) <= {1, 2, 3}
+            # Whose parameters are at fault is told by name.
+            bad = {"type": "object", "properties": {"a": {"type": "banana"}}}
+            tools.append({"type": "function", "function": {"name": "slip", "parameters": bad}})
+            with pytest.raises(openai.BadRequestError, match="parameters of 'slip'.*banana"):
+                ask(client, tools=tools, tool_choice="required")
         server.assert_idle()
 
 
