@@ -16,16 +16,17 @@ from pagedmlx.engine.outputs import Job
 from pagedmlx.engine.turn import Turn
 from pagedmlx.errors import InvalidRequestError
 from pagedmlx.server.agent_fields import MESSAGE_FIELDS
-from pagedmlx.server.agent_tools import message_tool_choice, message_tools, read_format
 from pagedmlx.server.agent_turn import read_turn
 from pagedmlx.server.answer import Ask, answer
 from pagedmlx.server.anthropic_format import MessageFormat
 from pagedmlx.server.anthropic_input import to_messages
+from pagedmlx.server.anthropic_tools import message_tool_choice, message_tools
 from pagedmlx.server.body import read_json
 from pagedmlx.server.errors import JsonResponse
 from pagedmlx.server.fields import sampling_params, sort_fields, typed
 from pagedmlx.server.format import Head
 from pagedmlx.server.service import Service
+from pagedmlx.server.structured import read_format
 from pagedmlx.text.answer_style import AnswerStyle
 
 _RENAMED = {

@@ -12,7 +12,6 @@ from starlette.responses import Response
 from pagedmlx.engine.inputs import PreparedJob
 from pagedmlx.errors import InvalidRequestError
 from pagedmlx.server.agent_fields import RESPONSE_FIELDS
-from pagedmlx.server.agent_tools import read_format
 from pagedmlx.server.agent_turn import read_turn
 from pagedmlx.server.answer import Ask, answer
 from pagedmlx.server.errors import JsonResponse
@@ -23,6 +22,7 @@ from pagedmlx.server.responses_input import read_items, to_messages
 from pagedmlx.server.responses_store import StoredResponse
 from pagedmlx.server.responses_tools import read_tool_choice, read_tools
 from pagedmlx.server.service import Service
+from pagedmlx.server.structured import read_format
 
 _SEALED = "reasoning.encrypted_content"
 _OF_HOSTED_TOOLS = (

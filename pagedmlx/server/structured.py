@@ -69,6 +69,40 @@ def read_structured(
     return structured, renamed
 
 
+def read_format(
+    format: object, where: str, structured: object
+) -> tuple[StructuredOutputs | None, Mapping[str, str]]:
+    """What an answer must look like.
+
+    Args:
+        format: Of ``/v1/responses`` or of Anthropic's API.
+        where: Its place in the request.
+        structured: vLLM's field of that name.
+
+    Returns:
+        As ``read_structured`` does.
+
+    Raises:
+        InvalidRequestError: It is malformed.
+    """
+    if isinstance(format, Mapping) and format.get("type") == "json_schema":
+        # The chat API has one level more.
+        format = {"type": "json_schema", "json_schema": format}
+    values = {"response_format": format, "structured_outputs": structured}
+    try:
+        wanted, renamed = read_structured(values)
+    except InvalidRequestError as error:
+        raise renamed_error(error, {error.field: _place(error.field, where)}) from error
+    return wanted, {name: _place(place, where) for name, place in renamed.items()}
+
+
+def _place(field: str, where: str) -> str:
+    """A field of the chat API's format, where it is in the request."""
+    if not field.startswith("response_format"):
+        return field
+    return where + field.removeprefix("response_format").removeprefix(".json_schema")
+
+
 def close_objects(schema: object) -> object:
     """A schema whose objects have no properties but those that they name.
 

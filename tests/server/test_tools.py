@@ -327,7 +327,7 @@ def test_a_model_that_says_anything_calls_the_tool_that_it_must(tmp_path: Path):
             # Whose parameters are at fault is told by name.
             bad = {"type": "object", "properties": {"a": {"type": "banana"}}}
             tools.append({"type": "function", "function": {"name": "slip", "parameters": bad}})
-            with pytest.raises(openai.BadRequestError, match="parameters of 'slip'.*banana"):
+            with pytest.raises(openai.BadRequestError, match=r"parameters of 'slip'.*banana"):
                 ask(client, tools=tools, tool_choice="required")
         server.assert_idle()
 

@@ -1,14 +1,11 @@
-"""Tools and their choice as Anthropic's API states them, and the formats of agents' APIs."""
+"""Tools and their choice as Anthropic's API states them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from pagedmlx.core.structured import StructuredOutputs
 from pagedmlx.errors import InvalidRequestError
-from pagedmlx.server.fields import renamed_error
-from pagedmlx.server.structured import read_structured
 from pagedmlx.values import as_list, as_object, shown
 
 
@@ -69,40 +66,6 @@ def message_tool_choice(value: object) -> tuple[object, bool]:
     if kind == "tool":
         return {"type": "function", "function": {"name": fields.get("name")}}, not alone
     return ("required" if kind == "any" else kind), not alone
-
-
-def read_format(
-    format: object, where: str, structured: object
-) -> tuple[StructuredOutputs | None, Mapping[str, str]]:
-    """What an answer must look like.
-
-    Args:
-        format: Of ``/v1/responses`` or of Anthropic's API.
-        where: Its place in the request.
-        structured: vLLM's field of that name.
-
-    Returns:
-        As ``read_structured`` does.
-
-    Raises:
-        InvalidRequestError: It is malformed.
-    """
-    if isinstance(format, Mapping) and format.get("type") == "json_schema":
-        # The chat API has one level more.
-        format = {"type": "json_schema", "json_schema": format}
-    values = {"response_format": format, "structured_outputs": structured}
-    try:
-        wanted, renamed = read_structured(values)
-    except InvalidRequestError as error:
-        raise renamed_error(error, {error.field: _place(error.field, where)}) from error
-    return wanted, {name: _place(place, where) for name, place in renamed.items()}
-
-
-def _place(field: str, where: str) -> str:
-    """A field of the chat API's format, where it is in the request."""
-    if not field.startswith("response_format"):
-        return field
-    return where + field.removeprefix("response_format").removeprefix(".json_schema")
 
 
 def _check_kind(fields: Mapping[str, Any], where: str, kinds: tuple[str | None, ...]) -> None:
