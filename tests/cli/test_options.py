@@ -90,7 +90,8 @@ def test_flag_goes_before_environment_before_config_file_before_default(
 def test_every_flag_of_every_command_has_a_variable_of_its_name() -> None:
     commands = command_line().commands
     assert set(commands) == {
-        *("chat", "completion", "doctor", "generate", "ls", "ps", "pull", "rm", "run", "serve")
+        *("bench", "chat", "completion", "doctor", "generate", "ls", "ps", "pull", "rm", "run"),
+        "serve",
     }
     for command in commands.values():
         for option in command.params:

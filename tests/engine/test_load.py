@@ -40,7 +40,7 @@ def test_notes_say_how_the_engine_was_set_up(folder: Path):
     with LLM(str(folder), num_blocks=8, on_progress=lambda what, _share: told.append(what)) as llm:
         notes = "\n".join(llm.load_notes)
     assert "weights in float32" in notes
-    assert "pool: 8 blocks of 16 tokens" in notes
+    assert "pool: up to 8 blocks of 16 tokens" in notes
     assert "context: 129 tokens, all that the pool holds (the model has 256)" in notes
     assert "checking the model against mlx-lm" in told
     assert "allocating the pool" in told

@@ -45,7 +45,7 @@ def on_a_thread(work: Callable[[], Runs]) -> Runs:
 )
 def test_tokens_are_mlx_lms_whatever_happens_on_the_way(name: str, depth: int) -> None:
     runs = on_a_thread(lambda: run_every_way(tiny_model(name), VOCAB_SIZE, depth))
-    assert runs.equal == {"batch": True, "again": True, "forks": True}
+    assert runs.equal == {"batch": True, "again": True, "alone": True, "forks": True}
     assert runs.num_preemptions > 0
     is_hybrid = name in HYBRID
     assert (runs.num_cached_tokens > 0) is not is_hybrid
@@ -81,7 +81,7 @@ def test_steps_that_are_not_waited_for_give_the_same_tokens(
     path = AttentionPath(GatherBackend(), TokenWriter())
     monkeypatch.setattr(build, "attention_paths", lambda name: (path,))
     runs = on_a_thread(lambda: run_every_way(tiny_model(name), VOCAB_SIZE, depth=1))
-    assert runs.equal == {"batch": True, "again": True, "forks": True}
+    assert runs.equal == {"batch": True, "again": True, "alone": True, "forks": True}
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_5", "mamba2"])

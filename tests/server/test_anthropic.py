@@ -296,13 +296,22 @@ def test_the_client_lists_the_model():
 
 
 def test_an_error_in_a_stream_is_an_event_of_its_own():
+    has_begun = threading.Event()
+
     def fail(step: Step) -> None:
         if step.step_id > 12:
+            has_begun.wait(60)
             raise RuntimeError("broken on purpose")
 
     with serving(lambda: make_engine(FakeRunner(spelled("a" * 400), before_step=fail))) as server:
-        body = {"messages": ASK, "max_tokens": 200, "stream": True}
-        events = server.post(PATH, body).events
+        connection = server.connect()
+        body = json.dumps({"messages": ASK, "max_tokens": 200, "stream": True})
+        connection.request("POST", PATH, body, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        has_begun.set()
+        lines = [line for line in response.read().splitlines() if line.startswith(b"data: ")]
+        connection.close()
+        events = [json.loads(line.removeprefix(b"data: ")) for line in lines]
         assert events[0]["type"] == "message_start"
         assert events[-1]["type"] == "error"
         assert events[-1]["error"]["type"] == "api_error"

@@ -32,7 +32,7 @@ class Runs:
     Attributes:
         equal: For each way to run it, whether all its tokens were mlx-lm's.
         num_preemptions: In all.
-        num_cached_tokens: In the runs without forks.
+        num_cached_tokens: In the runs without forks; the longest prompt also runs twice alone.
         notes: What the engine said at load.
     """
 
@@ -63,8 +63,8 @@ def run_every_way(loaded: LoadedModel, vocab_size: int, depth: int = 0) -> Runs:
     """Run prompts of many lengths beside each other over a small pool full of NaN.
 
     Blocks of 4 tokens, prompts in chunks of 7, and too few blocks for all. Everything runs twice,
-    the second time from the prefix cache where there is one, then as outputs that fork from one
-    prompt. Afterwards this thread is done with MLX.
+    then the longest prompt by itself, the second time from the prefix cache where there is one, then
+    everything as outputs that fork from one prompt. Afterwards this thread is done with MLX.
 
     Args:
         loaded: The model, loaded on this thread.
@@ -74,12 +74,13 @@ def run_every_way(loaded: LoadedModel, vocab_size: int, depth: int = 0) -> Runs:
     prompts = make_prompts(vocab_size)
     expected = [expected_tokens(loaded.model, prompt) for prompt in prompts]
     forked = [tokens for tokens in expected for _ in range(NUM_FORKS)]
-    engine = _engine(loaded, num_blocks=-(-(max(LENGTHS) + NUM_TOKENS) // 4) + 6)
+    engine = _engine(loaded, num_blocks=-(-(max(LENGTHS) + NUM_TOKENS) // 4) + 3)
     engine._runner.depth = depth
     try:
         equal = {
             "batch": _run(engine, prompts) == expected,
             "again": _run(engine, prompts) == expected,
+            "alone": all(_run(engine, prompts[-1:]) == expected[-1:] for _ in range(2)),
         }
         num_cached_tokens = engine.stats().num_cached_tokens
         _abort_midway(engine, prompts)
