@@ -63,8 +63,8 @@ def run_every_way(loaded: LoadedModel, vocab_size: int, depth: int = 0) -> Runs:
     """Run prompts of many lengths beside each other over a small pool full of NaN.
 
     Blocks of 4 tokens, prompts in chunks of 7, and too few blocks for all. Everything runs twice,
-    then the longest prompt by itself, the second time from the prefix cache where there is one, then
-    everything as outputs that fork from one prompt. Afterwards this thread is done with MLX.
+    then the longest prompt by itself, the second time from the prefix cache where there is one,
+    then everything as outputs that fork from one prompt. Afterwards this thread is done with MLX.
 
     Args:
         loaded: The model, loaded on this thread.
