@@ -9,10 +9,13 @@ import platform
 import subprocess
 import sys
 import tempfile
+import threading
 from importlib import metadata, util
 from pathlib import Path
 
 SHIM = Path(__file__).with_name("shim")
+# Threads that check at once share one precompiled shim.
+_SHIM = threading.Lock()
 _ZIG = "zig.exe" if os.name == "nt" else "zig"
 
 
@@ -32,9 +35,14 @@ def run_clang(
     return subprocess.run(command, input=source, capture_output=True, text=True, check=False)
 
 
-@functools.cache
 def shim_flags(*flags: str) -> tuple[str, ...]:
     """The flags, and the shim read in beforehand: half of clang's time otherwise."""
+    with _SHIM:
+        return _shim_flags(*flags)
+
+
+@functools.cache
+def _shim_flags(*flags: str) -> tuple[str, ...]:
     # clang refuses a precompiled header whose files lie elsewhere or were touched since.
     files = [(str(path), str(path.stat().st_mtime_ns)) for path in sorted(SHIM.iterdir())]
     path = cached_path(".pch", *flags, *(part for file in files for part in file))

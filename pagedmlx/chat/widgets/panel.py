@@ -54,6 +54,14 @@ class MemoryPanel(Vertical):
         self._show_detail()
         self._show_queue(snapshot)
 
+    def on_descendant_focus(self) -> None:
+        """The map is looked at; Textual's own ``focus-within`` styles no parts of the panel."""
+        self.add_class("-focused")
+
+    def on_descendant_blur(self) -> None:
+        """It no longer is."""
+        self.remove_class("-focused")
+
     def on_block_map_selected(self) -> None:
         """Tell about another cell."""
         self._show_detail()
