@@ -3,7 +3,6 @@ from __future__ import annotations
 import pytest
 
 from pagedmlx.core.groups import Windows
-from pagedmlx.core.pooling import Pooling
 from pagedmlx.core.sequence import FinishReason, Sequence, SequenceStatus
 from pagedmlx.core.step import Step, StepResult
 from pagedmlx.errors import InvalidRequestError, PoolTooSmallError, QueueFullError
@@ -72,24 +71,6 @@ def test_a_prompt_to_be_told_of_is_computed_whole_and_in_short_chunks(depth: int
     run_and_check(driver)
     assert (told.num_cached_tokens, also.num_cached_tokens, plain.num_cached_tokens) == (0, 0, 12)
     assert driver.told == {told.seq_id: range(15), also.seq_id: range(15)}
-
-
-@pytest.mark.parametrize("depth", [0, 1])
-def test_an_embedding_ends_with_its_prompt_and_shares_what_its_pooling_can_use(depth: int) -> None:
-    driver = make_driver(32, 4, prefill_chunk_size=6, depth=depth)
-    (text,) = driver.add(make_request(SYSTEM, 8, request_id="text"))
-    driver.run()
-    found = [
-        driver.add(make_request(SYSTEM, 1, request_id=pooling, pooling=pooling))[0]
-        for pooling in Pooling
-    ]
-    run_and_check(driver)
-    last, first, mean = found
-    assert last.num_cached_tokens > 0
-    assert first.num_cached_tokens == mean.num_cached_tokens == 0
-    assert all(each.finish_reason is FinishReason.STOP for each in found)
-    assert all(each.num_output_tokens == 0 for each in found)
-    assert text.num_output_tokens == 8
 
 
 def test_only_the_first_of_several_outputs_tells_of_the_prompt() -> None:
