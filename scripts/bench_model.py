@@ -2,8 +2,9 @@
 
     python scripts/bench_model.py --json FILE [--model 8b|8b-4bit|MODEL] [--only logits,...]
 
-Sections: ``logits`` compares the kernels with the reference backend, on mixed batches; ``stream``
-is one stream at several contexts, milliseconds per token; ``batch`` is 64 running sequences.
+Sections: ``logits`` compares the kernels with the reference backend, on mixed batches, ``cascade``
+on sequences that share a beginning; ``stream`` is one stream at several contexts, milliseconds per
+token; ``batch`` is 16 and 64 running sequences, beside what reading their bytes takes at least.
 Ours and mlx-lm's take turns, a few tokens each, because hosts change their speed within seconds.
 Where torch is installed, its profiler says how long the device was busy in a step.
 """
@@ -11,6 +12,7 @@ Where torch is installed, its profiler says how long the device was busy in a st
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import tempfile
@@ -28,39 +30,27 @@ load_fast_blas()  # counts only before MLX is imported
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_map
 from mlx_lm.generate import generate_step
-from mlx_lm.models import llama
 
-from pagedmlx import hub
-from pagedmlx.config import EngineConfig
 from pagedmlx.core.batch import BatchArrays, GroupArrays
 from pagedmlx.core.sampling_params import SamplingParams
-from pagedmlx.engine.build import build_engine
-from pagedmlx.engine.engine import Engine
 from pagedmlx.engine.outputs import Job
 from pagedmlx.kv.store import KVStore
 from pagedmlx.models.adapter import ModelAdapter
-from pagedmlx.models.loader import LoadedModel, load_model
+from pagedmlx.models.loader import LoadedModel
 from pagedmlx.models.weights import named_parameters
 from pagedmlx.ops import AttentionPath, attention_paths
 from pagedmlx.ops.base import upload
+from pagedmlx.ops.cascade import CascadePath
+from pagedmlx.ops.kernels import KernelBackend
+from scripts.bench_kernels import measure_ceiling
 from scripts.report import save
+from scripts.shapes import load, make_engine
 
-LLAMA_8B = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-5,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
-}
+CHECKS = ("logits", "cascade")
 CONTEXTS = (512, 4096, 16384, 32768)
+NUM_SHARED = 512
+NUM_SHARING = 7
 NUM_WARM = 12
 NUM_TURNS = 10
 TURN = 16
@@ -70,60 +60,6 @@ NUM_TRACED = 8
 NUM_TOKENS = NUM_WARM + NUM_TURNS * TURN + NUM_TRACED + 8
 TOLERANCES = {"bfloat16": 3e-2, "float16": 1e-2, "float32": 1e-4}
 """Largest difference between logits, as a share of the largest logit."""
-
-
-class NoText:
-    """Stands in for a tokenizer: random weights have nothing to say."""
-
-    eos_token_ids: frozenset[int] = frozenset()
-    special_token_ids: frozenset[int] = frozenset()
-    has_chat_template = False
-
-    def token_stream(self, **_: object) -> NoText:
-        """A stream that turns every token into nothing."""
-        return self
-
-    def push(self, _token: int) -> str:
-        """The text of one more token."""
-        return ""
-
-    def flush(self) -> str:
-        """The text that was held back."""
-        return ""
-
-
-def random_llama(bits: int | None) -> LoadedModel:
-    """A Llama of the 8B shape with random weights, in bfloat16 or quantised."""
-    mx.random.seed(0)
-    model = llama.Model(llama.ModelArgs.from_dict(LLAMA_8B))
-    # In place and layer by layer: the float32 weights that MLX makes first need not all exist.
-    model.update(
-        tree_map(
-            lambda a: (
-                mx.random.normal(a.shape, mx.bfloat16, scale=0.02)
-                if a.ndim > 1
-                else mx.ones(a.shape, mx.bfloat16)
-            ),
-            model.parameters(),
-        )
-    )
-    mx.eval(model.parameters())
-    if bits is not None:
-        nn.quantize(model, group_size=64, bits=bits)
-        mx.eval(model.parameters())
-    model.eval()
-    return LoadedModel(
-        model=model,
-        config=LLAMA_8B,
-        path=Path("random"),
-        model_type="llama",
-        max_model_len=LLAMA_8B["max_position_embeddings"],
-        eos_token_ids=frozenset(),
-        gguf_metadata=None,
-        dtype="bfloat16",
-        model_id=f"random-{bits}",
-        parameter_bytes=sum(a.nbytes for _, a in named_parameters(model)),
-    )
 
 
 # Logits: the kernels against the reference backend.
@@ -138,14 +74,41 @@ def mixed_batches(vocab_size: int) -> Iterator[tuple[list[tuple[int, int]], np.n
     yield [(301, 1), (18, 1), (17, 1), (2, 1), (429, 1), (8, 8), (129, 1)], tokens
 
 
-def run_path(loaded: LoadedModel, path: AttentionPath) -> list[np.ndarray]:
-    """Logits of every sequence's last row in each of the mixed batches."""
+def shared_batches(vocab_size: int) -> Iterator[tuple[list[tuple[int, int]], np.ndarray]]:
+    """The first sequence computes what all begin with; then all go on, and decode."""
+    generator = np.random.default_rng(1)
+    tokens = generator.integers(0, vocab_size, (NUM_SHARING, 700))
+    tokens[:, :NUM_SHARED] = tokens[0, :NUM_SHARED]
+    yield [(0, NUM_SHARED)], tokens
+    own = [5 + 3 * number for number in range(NUM_SHARING)]
+    yield [(NUM_SHARED, count) for count in own], tokens
+    for step in range(2):
+        yield [(NUM_SHARED + count + step, 1) for count in own], tokens
+
+
+def run_path(
+    loaded: LoadedModel,
+    path: AttentionPath,
+    batches: Callable[[int], Iterator[tuple[list[tuple[int, int]], np.ndarray]]] = mixed_batches,
+    num_shared: int = 0,
+) -> list[np.ndarray]:
+    """Logits of every sequence's last row in each of the batches.
+
+    Args:
+        loaded: The model.
+        path: How it attends.
+        batches: What it computes.
+        num_shared: Tokens whose blocks all sequences share.
+    """
     results = []
+    shape = (NUM_SHARING, 44)
     with ModelAdapter(loaded, path.backend, block_size=16) as adapter:
         groups = adapter.layout.groups
-        store = KVStore(adapter.layout, (7 * 44,) * len(groups), float("nan"), path.writer)
-        tables = np.random.default_rng(2).permutation(7 * 44).reshape(7, 44).astype(np.int32)
-        for spans, tokens in mixed_batches(adapter.vocab_size):
+        count = shape[0] * shape[1]
+        store = KVStore(adapter.layout, (count,) * len(groups), float("nan"), path.writer)
+        tables = np.random.default_rng(2).permutation(count).reshape(shape).astype(np.int32)
+        tables[:, : num_shared // 16] = tables[0, : num_shared // 16]
+        for spans, tokens in batches(adapter.vocab_size):
             batch = lay_out(spans, tokens, tables, len(groups))
             logits = adapter.forward(upload(batch), store)
             store.submit(logits)
@@ -199,6 +162,29 @@ def compare_logits(loaded: LoadedModel) -> dict[str, Any]:
         "errors_of_gather": yardstick,
         "tolerance": tolerance,
         "same_most_likely_token": agree,
+        "passed": all(error <= tolerance for error in errors),
+    }
+
+
+def compare_cascade(loaded: LoadedModel) -> dict[str, Any]:
+    """The same for sequences that share blocks, which are attended once for all of them."""
+
+    def run(path: AttentionPath) -> list[np.ndarray]:
+        return run_path(loaded, path, shared_batches, NUM_SHARED)
+
+    path = attention_paths("auto")[0]
+    if not isinstance(path.backend, KernelBackend):
+        return {"left_out": f"attention is by {path.backend.name}", "passed": True}
+    expected = run(attention_paths("reference")[0])
+    yardstick = differences(run(path), expected)
+    planner: Any = path.backend._planner
+    planner._cascade = CascadePath.ON
+    errors = differences(run(path), expected)
+    tolerance = max(TOLERANCES[loaded.dtype], 1.25 * max(yardstick))
+    return {
+        "errors": errors,
+        "errors_without": yardstick,
+        "tolerance": tolerance,
         "passed": all(error <= tolerance for error in errors),
     }
 
@@ -289,12 +275,20 @@ class Ours(Contestant):
 
     def __init__(self, loaded: LoadedModel, prompts: list[list[int]]) -> None:
         total = sum(len(prompt) + NUM_TOKENS for prompt in prompts)
-        self.engine = make_engine(loaded, total + 16 * len(prompts))
+        self.engine = make_engine(
+            loaded,
+            num_blocks=total // 16 + len(prompts) + 64,
+            prefill_chunk_size=2048,
+            max_num_batched_tokens=2048,
+            enable_prefix_caching=False,
+        )
         params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
         for prompt in prompts:
             self.engine.add_request(Job(prompt_token_ids=prompt, sampling_params=params))
         while self.engine.stats().num_output_tokens < len(prompts) * NUM_WARM:
             self.engine.step()
+        stats = self.engine.stats()
+        self.token_bytes = stats.block_bytes // stats.block_size
         runner: Any = self.engine._runner
         self._adapter = runner._adapter
         self._collect: Callable[[], Any] = runner.collect
@@ -324,19 +318,6 @@ class Theirs(Contestant):
         super().__init__(lambda: next(tokens), lambda: 0.0)
 
 
-def make_engine(loaded: LoadedModel, num_tokens: int, **settings: Any) -> Engine:
-    """An engine whose pool holds that many tokens."""
-    config = EngineConfig(
-        num_blocks=num_tokens // 16 + 64,
-        prefill_chunk_size=2048,
-        max_num_batched_tokens=2048,
-        enable_prefix_caching=False,
-        **settings,
-    )
-    notes: list[str] = []
-    return build_engine(loaded, NoText(), config, on_progress=lambda what, _: notes.append(what))  # type: ignore[arg-type]
-
-
 def stream(loaded: LoadedModel, contexts: Sequence[int]) -> dict[str, Any]:
     """One stream at each context, ours and mlx-lm's."""
     vocab_size = int(loaded.config["vocab_size"])
@@ -360,22 +341,44 @@ def stream(loaded: LoadedModel, contexts: Sequence[int]) -> dict[str, Any]:
     return rows
 
 
-def batch(loaded: LoadedModel) -> dict[str, Any]:
-    """64 sequences at once: does the device wait for the host?"""
+def batch(loaded: LoadedModel, contexts: Sequence[int]) -> dict[str, Any]:
+    """Many sequences at once, beside the time in which their bytes could be read at best."""
+    bandwidth = measure_ceiling()["gb_per_s"]
     vocab_size = int(loaded.config["vocab_size"])
     generator = np.random.default_rng(3)
-    rows = {}
-    for context in (512, 2048):
-        prompts = [generator.integers(0, vocab_size, context).tolist() for _ in range(64)]
+    rows: dict[str, Any] = {"gb_per_s": bandwidth}
+    for count, context in itertools.product((16, 64), contexts):
+        prompts = [generator.integers(0, vocab_size, context).tolist() for _ in range(count)]
         ours = Ours(loaded, prompts)
         for _ in range(NUM_TURNS // 2):
             ours.turn()
-        rows[f"64 x {context}"] = ours.summary()
-        note(f"64 x {context}: {rows[f'64 x {context}']}")
+        row = ours.summary()
+        # Half of the tokens that the turns make are there on the average.
+        live = count * (context + NUM_WARM + NUM_TURNS * TURN // 4)
+        read_bytes = weights_read(loaded) + live * ours.token_bytes
+        row["roofline_ms"] = read_bytes / bandwidth / 1e6
+        row["times_roofline"] = row["step_ms"] / row["roofline_ms"]
+        rows[f"{count} x {context}"] = row
+        note(f"{count} x {context}: {row}")
         ours.close()
         del ours
         mx.clear_cache()
     return rows
+
+
+def weights_read(loaded: LoadedModel) -> int:
+    """Bytes of weights that a step reads: all, but of a table of embeddings only a few rows."""
+    tables = sum(
+        array.nbytes
+        for name, array in named_parameters(loaded.model)
+        if "embed_tokens" in name and not loaded.config.get("tie_word_embeddings")
+    )
+    return loaded.parameter_bytes - tables
+
+
+def numbers(text: str) -> list[int]:
+    """Whole numbers with commas between."""
+    return [int(number) for number in text.split(",")]
 
 
 def note(line: str) -> None:
@@ -387,35 +390,33 @@ def note(line: str) -> None:
 def main() -> int:
     """Run the script."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--model", default="8b", help="8b, 8b-4bit, or as pagedmlx takes it")
+    parser.add_argument("--model", default="8b", help="8b, 8b-4bit, mini, or as pagedmlx takes it")
     parser.add_argument("--json", required=True, metavar="FILE", help="report; - is stdout")
-    parser.add_argument("--only", default="logits,stream,batch", help="sections")
+    parser.add_argument("--only", default="logits,cascade,stream,batch", help="sections")
     parser.add_argument(
         "--contexts",
-        type=lambda value: [int(number) for number in value.split(",")],
+        type=numbers,
         default=CONTEXTS,
         metavar="N,N",
         help="tokens of the prompts of stream",
     )
+    parser.add_argument(
+        "--batch-contexts", type=numbers, default=(512, 2048), metavar="N,N", help="of batch"
+    )
     options = parser.parse_args()
-    match options.model:
-        case "8b":
-            loaded = random_llama(None)
-        case "8b-4bit":
-            loaded = random_llama(4)
-        case path:
-            loaded = load_model(hub.resolve(path).path)
+    loaded = load(options.model)
     sections: dict[str, Callable[[LoadedModel], dict[str, Any]]] = {
         "logits": compare_logits,
+        "cascade": compare_cascade,
         "stream": lambda loaded: stream(loaded, options.contexts),
-        "batch": batch,
+        "batch": lambda loaded: batch(loaded, options.batch_contexts),
     }
     report: dict[str, Any] = {"model": options.model, "dtype": loaded.dtype}
     for name in options.only.split(","):
         report[name] = sections[name](loaded)
         note(f"{name}: done")
     save(report, options.json)
-    return 0 if report.get("logits", {"passed": True})["passed"] else 1
+    return 0 if all(report.get(name, {"passed": True})["passed"] for name in CHECKS) else 1
 
 
 if __name__ == "__main__":

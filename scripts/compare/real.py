@@ -34,12 +34,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from pagedmlx import EngineConfig, SamplingParams
-from pagedmlx.engine.load import load_engine
+from pagedmlx import SamplingParams
+from pagedmlx.engine.memory import device_memory_bytes
 from pagedmlx.engine.outputs import Job as EngineJob
-from pagedmlx.hub import resolve
-from pagedmlx.models.loader import load_model
 from scripts.compare.traces import Job
+from scripts.shapes import load, make_engine
 
 REPORT_EVERY_S = 0.25
 SERIES_POINTS = 200
@@ -98,7 +97,7 @@ class Ours:
     """
 
     def __init__(self, model: str, settings: dict[str, Any]) -> None:
-        self.engine = load_engine(EngineConfig(model=model, **settings))
+        self.engine = make_engine(model, **settings)
         stats = self.engine.stats()
         self.pool_bytes = stats.pool_bytes
         self.start_bytes = stats.allocated_bytes
@@ -160,8 +159,7 @@ class Theirs:
     def __init__(self, model: str, max_num_seqs: int) -> None:
         from mlx_lm.generate import BatchGenerator
 
-        resolved = resolve(model)
-        self._model: nn.Module = load_model(resolved.path, name=resolved.name).model
+        self._model: nn.Module = load(model).model
         self._make: Callable[[], Any] = lambda: BatchGenerator(
             self._model, stop_tokens=[], completion_batch_size=max_num_seqs
         )
@@ -299,6 +297,7 @@ def measure(system: RealSystem, jobs: list[Job], tell: Callable[[dict[str, Any]]
         "wall_s": wall,
         "num_output_tokens": num_tokens,
         "tokens_per_s": num_tokens / wall,
+        "decode_tokens_per_s": decode_rate(list(times.values())),
         "ttft_s": spread(firsts),
         "itl_s": spread(gaps),
         "counts": system.counts(),
@@ -308,6 +307,17 @@ def measure(system: RealSystem, jobs: list[Job], tell: Callable[[dict[str, Any]]
         },
         "series": {key: [each[key] for each in moments[::stride]] for key in moments[0]},
     }
+
+
+def decode_rate(times: list[list[float]]) -> float | None:
+    """Tokens a second while all generate: from the last one's first token to the first one's last.
+
+    None if there is no such time.
+    """
+    start, end = max(each[0] for each in times), min(each[-1] for each in times)
+    if end <= start:
+        return None
+    return sum(start < moment <= end for each in times for moment in each) / (end - start)
 
 
 def warm_up(system: RealSystem) -> None:
@@ -336,6 +346,8 @@ def inspect(model: str, texts: list[str]) -> dict[str, Any]:
         "token_bytes": stats.block_bytes // stats.block_size,
         "vocab_size": limits.vocab_size,
         "max_model_len": limits.max_model_len,
+        "on_gpu": mx.default_device() == mx.Device(mx.gpu),
+        "device_bytes": device_memory_bytes(),
         "notes": list(system.engine.notes),
         "depth": system.depth,
         "texts": [list(system.engine.tokenizer.encode(text)) for text in texts],

@@ -1,0 +1,261 @@
+"""What the engine makes of prompts: how long streams wait for them, and what sharing them saves.
+
+    python scripts/bench_engine.py --json FILE [--model 8b] [--only gap,warm,candidates,cascade]
+
+``gap`` has a stream run while a long prompt is computed, under several bounds; ``warm`` is the
+time to the first token of a prompt whose beginning is in the prefix cache, against one that isn't;
+``candidates`` counts the blocks of eight answers to one prompt; ``cascade`` decodes sequences with
+a long common beginning, the shared tokens attended once for all or once for each, in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from pagedmlx.models.blas import load_fast_blas
+
+load_fast_blas()  # counts only before MLX is imported
+
+import mlx.core as mx
+import numpy as np
+
+from pagedmlx.core.sampling_params import SamplingParams
+from pagedmlx.engine.engine import Engine
+from pagedmlx.engine.outputs import Job
+from pagedmlx.models.loader import LoadedModel
+from pagedmlx.ops.cascade import CascadePath
+from pagedmlx.ops.kernels import KernelBackend
+from scripts.report import save
+from scripts.shapes import load, make_engine
+
+NUM_ROUNDS = 5
+TURN = 24
+"""Steps of a turn of ``cascade``; the first few fill the pipeline and don't count."""
+NUM_FILLING = 4
+
+
+class Measurements:
+    """One model, and the sections.
+
+    Args:
+        loaded: The model.
+        scale: Of all lengths; below 1 for tests.
+    """
+
+    def __init__(self, loaded: LoadedModel, scale: float) -> None:
+        self._loaded = loaded
+        self._scale = scale
+        self._generator = np.random.default_rng(0)
+        self._vocab_size = int(loaded.config["vocab_size"])
+
+    def gap(self) -> dict[str, Any]:
+        """Longest time between tokens of a stream, alone and beside a long prompt."""
+        rows: dict[str, Any] = {}
+        for bound_ms in (30, 60, 120, 250):
+            with self._engine(num_tokens=20_000, max_stream_gap_ms=bound_ms) as engine:
+                rows[str(bound_ms)] = row = self._one_gap(engine)
+                row["times_bound"] = row["longest_gap_ms"] / bound_ms
+                note(f"gap, at most {bound_ms} ms: {row}")
+        return rows
+
+    def _one_gap(self, engine: Engine) -> dict[str, Any]:
+        add(engine, "stream", self._prompt(64), max_tokens=self._scaled(4000))
+        moments: list[float] = []
+
+        def run(until: Callable[[], bool]) -> None:
+            while engine.has_unfinished and not until():
+                for event in engine.step():
+                    now = time.perf_counter()
+                    came.setdefault(event.request_id, now)
+                    if event.request_id == "stream":
+                        moments.extend([now] * len(event.token_ids))
+
+        came: dict[str, float] = {}
+        run(lambda: len(moments) >= 64)
+        alone = gaps_ms(moments[16:])
+        moments = moments[-1:]
+        prompt = self._prompt(16_384)
+        start, num_steps = time.perf_counter(), engine.stats().num_steps
+        add(engine, "prompt", prompt, max_tokens=2)
+        run(lambda: "prompt" in came)
+        beside = gaps_ms(moments)
+        return {
+            "longest_gap_ms": max(beside),
+            "median_gap_ms": median(beside),
+            "alone_median_ms": median(alone),
+            "alone_longest_ms": max(alone),
+            "prompt_tokens": len(prompt),
+            "prompt_ttft_s": came["prompt"] - start,
+            "num_steps": engine.stats().num_steps - num_steps,
+        }
+
+    def warm(self) -> dict[str, Any]:
+        """Time to the first token of 4,096 tokens, none or 4,000 of them in the prefix cache."""
+        seconds: dict[str, list[float]] = {"cold": [], "warm": []}
+        cached = 0
+        with self._engine(num_tokens=64_000) as engine:
+            for number in range(NUM_ROUNDS + 1):
+                prompt = self._prompt(4096)
+                again = prompt[: self._scaled(4000)] + self._prompt(96)
+                for name, text in (("cold", prompt), ("warm", again)):
+                    before = engine.stats().num_cached_tokens
+                    took = self._first_token(engine, f"{name}-{number}", text)
+                    cached = engine.stats().num_cached_tokens - before
+                    if number:  # the first round compiles
+                        seconds[name].append(took)
+        cold, warm = (median(each) for each in seconds.values())
+        return {
+            "cold_s": seconds["cold"],
+            "warm_s": seconds["warm"],
+            "cached_tokens": cached,
+            "warm_share": warm / cold,
+        }
+
+    def _first_token(self, engine: Engine, name: str, prompt: list[int]) -> float:
+        start = time.perf_counter()
+        add(engine, name, prompt, max_tokens=1)
+        took = None
+        while engine.has_unfinished:
+            if any(event.token_ids for event in engine.step()) and took is None:
+                took = time.perf_counter() - start
+        assert took is not None
+        return took
+
+    def candidates(self) -> dict[str, Any]:
+        """Blocks that eight answers to one prompt take."""
+        num_outputs = self._scaled(128)
+        prompt = self._prompt(4096)
+        with self._engine(num_tokens=64_000) as engine:
+            size = engine.stats().block_size
+            add(engine, "candidates", prompt, max_tokens=num_outputs, n=8)
+            while engine.has_unfinished:
+                engine.step()
+            found = engine.stats().peak_used_blocks
+        # A tail is what a candidate writes, in blocks that begin where the prompt's last ends.
+        tail = -(-(len(prompt) % size + num_outputs) // size)
+        most = len(prompt) // size + 8 * tail
+        return {
+            "peak_used_blocks": found,
+            "one_prompt_and_8_tails": most,
+            "eight_sequences": 8 * -(-(len(prompt) + num_outputs) // size),
+            "ok": found <= most,
+        }
+
+    def cascade(self) -> dict[str, Any]:
+        """Decode steps of sequences that share their beginning, with and without a cascade."""
+        rows: dict[str, Any] = {}
+        for count, shared, own in ((16, 8192, 128), (16, 2048, 128), (64, 2048, 128), (8, 512, 64)):
+            num_outputs = (2 * NUM_ROUNDS + 3) * TURN
+            tokens = shared + count * (own + num_outputs + 32)
+            with self._engine(num_tokens=tokens, max_num_seqs=count) as engine:
+                runner: Any = engine._runner
+                backend = runner._adapter.backend
+                if not isinstance(backend, KernelBackend):
+                    return {"left_out": f"attention is by {backend.name}"}
+                beginning = self._prompt(shared)
+                add(engine, "first", beginning, max_tokens=1)
+                while engine.has_unfinished:
+                    engine.step()
+                for number in range(count):
+                    text = beginning + self._prompt(own)
+                    add(engine, str(number), text, max_tokens=num_outputs)
+                while engine.stats().num_running < count or any(
+                    each.num_output_tokens == 0 for each in engine._scheduler.running
+                ):
+                    engine.step()
+                rows[f"{count} x ({shared} shared + {own})"] = row = alternate(engine, backend)
+                note(f"cascade, {count} x ({shared} shared + {own}): {row}")
+        return rows
+
+    @contextmanager
+    def _engine(self, num_tokens: int, **settings: Any) -> Iterator[Engine]:
+        engine = make_engine(self._loaded, num_blocks=num_tokens // 16 + 64, **settings)
+        runner: Any = engine._runner
+        try:
+            yield engine
+        finally:
+            runner._adapter.close()
+            del engine, runner
+            mx.clear_cache()
+
+    def _prompt(self, length: int) -> list[int]:
+        return self._generator.integers(0, self._vocab_size, self._scaled(length)).tolist()
+
+    def _scaled(self, length: int) -> int:
+        return max(2, int(length * self._scale))
+
+
+def alternate(engine: Engine, backend: KernelBackend) -> dict[str, Any]:
+    """Turns of decode steps in both ways; milliseconds of a step."""
+    planner: Any = backend._planner
+    steps: dict[CascadePath, list[float]] = {CascadePath.OFF: [], CascadePath.ON: []}
+    before = planner._cascade
+    for path in itertools.islice(itertools.cycle(steps), 2 * NUM_ROUNDS + 2):
+        planner._cascade = path
+        mx.synchronize()
+        times = []
+        for number in range(TURN):
+            start = time.perf_counter()
+            engine.step()
+            if number >= NUM_FILLING:
+                times.append(time.perf_counter() - start)
+        steps[path].append(1e3 * float(np.mean(times)))
+    planner._cascade = before
+    # The first turn of each compiles.
+    off, on = (min(each[1:]) for each in steps.values())
+    return {
+        "off_ms": steps[CascadePath.OFF][1:],
+        "on_ms": steps[CascadePath.ON][1:],
+        "times_faster": off / on,
+    }
+
+
+def add(engine: Engine, name: str, prompt: list[int], *, max_tokens: int, n: int = 1) -> None:
+    """A greedy request."""
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, n=n)
+    engine.add_request(Job(prompt_token_ids=prompt, sampling_params=params, request_id=name))
+
+
+def gaps_ms(moments: list[float]) -> list[float]:
+    """Milliseconds between moments."""
+    return [1e3 * (b - a) for a, b in itertools.pairwise(moments)]
+
+
+def note(line: str) -> None:
+    """Tell how far it is."""
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
+
+
+def main() -> int:
+    """Run the script."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", default="8b", help="8b, 8b-4bit, mini, or as pagedmlx takes it")
+    parser.add_argument("--json", required=True, metavar="FILE", help="report; - is stdout")
+    parser.add_argument("--only", default="gap,warm,candidates,cascade", help="sections")
+    parser.add_argument("--scale", type=float, default=1.0, help="of all lengths; for tests")
+    options = parser.parse_args()
+    names = options.only.split(",")
+    if unknown := set(names) - {"gap", "warm", "candidates", "cascade"}:
+        parser.error(f"--only: no section {', '.join(sorted(unknown))}")
+    measurements = Measurements(load(options.model), options.scale)
+    report: dict[str, Any] = {"model": options.model}
+    for name in names:
+        report[name] = getattr(measurements, name)()
+        note(f"{name}: {report[name]}")
+    save(report, options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
