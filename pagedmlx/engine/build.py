@@ -23,6 +23,7 @@ from pagedmlx.engine.memory import (
 )
 from pagedmlx.engine.runner import ModelRunner
 from pagedmlx.engine.tool_syntax import find_tool_syntax
+from pagedmlx.engine.warm_up import serve_made_up_requests
 from pagedmlx.errors import InvalidRequestError, ModelLoadError, UnsupportedModelError
 from pagedmlx.kv.store import KVStore
 from pagedmlx.kv.writer import PoolWriter
@@ -83,9 +84,12 @@ def build_engine(
             vocab_size=adapter.vocab_size,
         )
         if on_gpu:
+            num_parts = 1 + len(WARM_UP_CONTEXTS)
             for done, context_len in enumerate(WARM_UP_CONTEXTS):
-                on_progress("compiling kernels", done / len(WARM_UP_CONTEXTS))
+                on_progress("compiling kernels", done / num_parts)
                 warm_up(adapter, writer, context_len)
+            on_progress("compiling kernels", 1 - 1 / num_parts)
+            serve_made_up_requests(adapter, writer, config, limits.max_model_len)
         on_progress("allocating the pool", None)
         config = replace(config, max_num_seqs=plan.max_num_seqs)
         embedding = loaded.embedding

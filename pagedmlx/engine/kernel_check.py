@@ -21,7 +21,7 @@ from pagedmlx.ops.base import AttentionParams, upload
 from pagedmlx.ops.in_place import InPlaceWriter
 from pagedmlx.ops.kernels import KernelBackend
 from pagedmlx.ops.launch import Launcher, MLXLauncher, gpu_platform
-from pagedmlx.ops.prefill import PrefillPath
+from pagedmlx.ops.prefill_path import PrefillPath
 from pagedmlx.ops.reference import ReferenceBackend
 
 TOLERANCES = {"float32": 5e-3, "float16": 1e-2, "bfloat16": 5e-2}

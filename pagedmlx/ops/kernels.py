@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
+import numpy.typing as npt
 
 from pagedmlx.core.batch import BatchArrays, Int32Array
 from pagedmlx.kv.store import KVStore
@@ -20,7 +21,8 @@ from pagedmlx.ops.chunks import Chunk, attend_chunk, plan_chunk
 from pagedmlx.ops.decode import Decode, DecodePlanner, attend_decode
 from pagedmlx.ops.in_place import dtype_name, layer_shape
 from pagedmlx.ops.launch import Launcher
-from pagedmlx.ops.prefill import Prefill, PrefillPath, attend_prefill, plan_prefill, takes_kernel
+from pagedmlx.ops.prefill import Prefill, PrefillVariant, attend_prefill, plan_prefill
+from pagedmlx.ops.prefill_path import PrefillChooser, PrefillPath
 from pagedmlx.ops.variants import MAX_ROWS, DecodePath, DecodeVariant, GatherVariant, PoolShape
 
 DEFAULT_WAVE = 528
@@ -53,7 +55,7 @@ class KernelBackend:
         cascade: CascadePath | str = CascadePath.AUTO,
     ) -> None:
         self._launch = launcher
-        self._prefill = PrefillPath(prefill)
+        self._chooser = PrefillChooser(PrefillPath(prefill), launcher.platform)
         self._planner = DecodePlanner(
             launcher.platform, wave, deterministic, DecodePath(decode), CascadePath(cascade)
         )
@@ -182,19 +184,37 @@ class KernelBackend:
                 work = self._planner.plan(host, sequences, group, window, base)
                 add(work.with_plans(map(mx.array, work.plans)))
         variant = self._planner.prefill_variant(base)
-        if takes_kernel(self._prefill, variant, self._launch.platform):
-            if len(many):
-                for launch in plan_prefill(host, many, group, window, variant):
-                    add(launch)
-        else:
-            gather = self._gathers.setdefault(base.pool, GatherVariant(base.pool))
-            for sequence in many:
-                add(plan_chunk(host, int(sequence), group, window, gather))
-        sequences = np.concatenate([single, few, many])
+        tiled, gathered = self._split(host, many, window, variant)
+        if tiled:
+            for launch in plan_prefill(host, tiled, group, window, variant):
+                add(launch)
+        gather = self._gathers.setdefault(base.pool, GatherVariant(base.pool))
+        for sequence in gathered:
+            add(plan_chunk(host, sequence, group, window, gather))
+        sequences = np.concatenate([single, few, np.array([*tiled, *gathered], np.intp)])
         flat = np.concatenate([np.arange(*host.query_start_loc[s : s + 2]) for s in sequences])
         if np.array_equal(flat, np.arange(len(flat))):
             return _Plan(tuple(parts), None, None)
         return _Plan(tuple(parts), mx.array(flat), mx.array(np.argsort(flat)))
+
+    def _split(
+        self,
+        host: BatchArrays,
+        sequences: npt.NDArray[np.intp],
+        window: int | None,
+        variant: PrefillVariant,
+    ) -> tuple[list[int], list[int]]:
+        """Sequences that go through the prefill kernel, and those that are gathered."""
+        tiled: list[int] = []
+        gathered: list[int] = []
+        counts = np.diff(host.query_start_loc)
+        for sequence in sequences.tolist():
+            num_rows, end = int(counts[sequence]), int(host.context_lens[sequence])
+            is_masked = window is not None and end > window
+            num_tokens = min(end, num_rows + window - 1) if window is not None else end
+            is_tiled = self._chooser.takes_kernel(variant, num_rows, num_tokens, is_masked)
+            (tiled if is_tiled else gathered).append(sequence)
+        return tiled, gathered
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,9 @@
-"""Attention of prefill chunks by ``prefill.metal``: its variants, its plan, and when to take it."""
+"""Attention of prefill chunks by ``prefill.metal``: its variants and its plan."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import cached_property
 
 import mlx.core as mx
@@ -20,7 +19,6 @@ from pagedmlx.ops.launch import (
     Kernel,
     Launch,
     Launcher,
-    Platform,
 )
 from pagedmlx.ops.variants import (
     LOG2_E,
@@ -40,14 +38,6 @@ MAX_WORK = 1 << 36
 _NUM_SIMDGROUPS = 4
 # Rows that are never cut apart. Their vectors fill threadgroups whatever the group's size is.
 _ROWS = 32
-
-
-class PrefillPath(StrEnum):
-    """Who attends prefill chunks."""
-
-    AUTO = "auto"
-    KERNEL = "kernel"
-    GATHER = "gather"
 
 
 @dataclass(frozen=True)
@@ -135,21 +125,6 @@ def prefill_variant(layer: DecodeVariant) -> PrefillVariant:
     return PrefillVariant(
         layer.pool, layer.dtype, layer.factor, layer.sinks, layer.scale, layer.softcap
     )
-
-
-def takes_kernel(path: PrefillPath, variant: PrefillVariant, platform: Platform) -> bool:
-    """Whether prefill chunks go through the kernel, and not through a gather and MLX's attention.
-
-    By itself it is taken where it is expected to be faster: on Metal, for the types that the
-    matrix units are fed from 16 bits and the head sizes that fit the registers well. On CUDA MLX's
-    own attention has larger matrices.
-    """
-    if path is PrefillPath.GATHER or not variant.is_supported:
-        return False
-    if path is PrefillPath.KERNEL:
-        return True
-    head_dim = max(variant.pool.k_head_dim, variant.pool.v_head_dim)
-    return platform is Platform.METAL and variant.pool.dtype != "float32" and head_dim <= 128
 
 
 @dataclass(frozen=True, slots=True)

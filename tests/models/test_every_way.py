@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
 
-import mlx.core as mx
 import pytest
 
 from pagedmlx.engine import build
-from pagedmlx.kv.writer import FunctionalWriter, LayerPool
+from pagedmlx.kv.writer import FunctionalWriter
 from pagedmlx.models.adapter import ModelAdapter
 from pagedmlx.models.probe import run_dummy_chunk, warm_up
 from pagedmlx.ops import make_backend
@@ -18,6 +16,7 @@ from pagedmlx.ops.gather import GatherBackend
 from pagedmlx.ops.paths import AttentionPath
 from tests.support.greedy import Runs, run_every_way
 from tests.support.tiny_models import HYBRID, VOCAB_SIZE, tiny_model
+from tests.support.token_writer import TokenWriter
 
 
 def on_a_thread(work: Callable[[], Runs]) -> Runs:
@@ -51,27 +50,6 @@ def test_tokens_are_mlx_lms_whatever_happens_on_the_way(name: str, depth: int) -
     assert (runs.num_cached_tokens > 0) is not is_hybrid
     assert any(note.startswith("prefix cache: off") for note in runs.notes) is is_hybrid
     assert any(note.startswith("states: at most") for note in runs.notes) is is_hybrid
-
-
-class TokenWriter:
-    """Updates functionally, but says that it does so in place: steps are not waited for."""
-
-    def __init__(self) -> None:
-        self.inner = FunctionalWriter()
-
-    def first_token(self) -> mx.array:
-        return mx.zeros(8, mx.int32)
-
-    def adopt(self, pool: LayerPool) -> LayerPool:
-        return pool
-
-    def write(self, *arguments: Any) -> mx.array:
-        self.inner.write(*arguments)
-        return arguments[-1]
-
-    def copy_blocks(self, *arguments: Any) -> mx.array:
-        self.inner.copy_blocks(*arguments)
-        return arguments[-1]
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3", "falcon_h1", "rwkv7"])

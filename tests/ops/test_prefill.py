@@ -1,4 +1,4 @@
-"""The plan of the prefill kernel, and when the kernel is taken; its answers are in tests/metal."""
+"""The plan of the prefill kernel; its answers are in tests/metal."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ import numpy as np
 import pytest
 
 from pagedmlx.kv.layout import DTYPE_BYTES
-from pagedmlx.ops.launch import MAX_THREADGROUP_BYTES, Platform
+from pagedmlx.ops.launch import MAX_THREADGROUP_BYTES
 from pagedmlx.ops.prefill import (
     Prefill,
-    PrefillPath,
     PrefillVariant,
     plan_prefill,
-    takes_kernel,
 )
 from pagedmlx.ops.variants import MAX_MATRIX_HEAD_DIM, PoolShape
 from tests.support.batches import make_batch
@@ -105,23 +103,3 @@ def test_tiles_fit_in_threadgroup_memory(dtype, head_dim):
 )
 def test_tiles_are_as_long_as_registers_and_memory_allow(dtype, head_dim, keys):
     assert variant(dtype=dtype, k_head_dim=head_dim).keys == keys
-
-
-def test_the_kernel_is_taken_where_it_should_be_faster():
-    def taken(platform: Platform = Platform.METAL, path: str = "auto", **shape: object) -> bool:
-        return takes_kernel(PrefillPath(path), variant(**shape), platform)  # type: ignore[arg-type]
-
-    assert taken()
-    assert taken(dtype="bfloat16", k_head_dim=128)
-    assert not taken(dtype="float32")
-    assert not taken(k_head_dim=192, v_head_dim=128)
-    assert not taken(Platform.CUDA)
-    assert not taken(path="gather")
-    assert taken(Platform.CUDA, "kernel", dtype="float32", k_head_dim=256)
-
-
-@pytest.mark.parametrize("head_dims", [(72, 72), (512, 512), (64, 40)])
-def test_head_sizes_that_the_kernel_lacks_are_gathered_also_where_it_is_forced(head_dims):
-    k_head_dim, v_head_dim = head_dims
-    lacking = variant(k_head_dim=k_head_dim, v_head_dim=v_head_dim)
-    assert not takes_kernel(PrefillPath.KERNEL, lacking, Platform.METAL)
