@@ -197,11 +197,11 @@ class Measurements:
 
 def alternate(engine: Engine, backend: KernelBackend) -> dict[str, Any]:
     """Turns of decode steps in both ways; milliseconds of a step."""
-    planner: Any = backend._planner
+    cascades: Any = backend._planner.cascades
     steps: dict[CascadePath, list[float]] = {CascadePath.OFF: [], CascadePath.ON: []}
-    before = planner._cascade
+    before = cascades._path
     for path in itertools.islice(itertools.cycle(steps), 2 * NUM_ROUNDS + 2):
-        planner._cascade = path
+        cascades._path = path
         mx.synchronize()
         times = []
         for number in range(TURN):
@@ -210,7 +210,7 @@ def alternate(engine: Engine, backend: KernelBackend) -> dict[str, Any]:
             if number >= NUM_FILLING:
                 times.append(time.perf_counter() - start)
         steps[path].append(1e3 * float(np.mean(times)))
-    planner._cascade = before
+    cascades._path = before
     # The first turn of each compiles.
     off, on = (min(each[1:]) for each in steps.values())
     return {

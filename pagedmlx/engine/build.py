@@ -32,6 +32,8 @@ from pagedmlx.models.loader import LoadedModel
 from pagedmlx.models.parts import RowLayout
 from pagedmlx.models.probe import ProbeResult, probe_model, warm_up
 from pagedmlx.ops import attention_paths
+from pagedmlx.ops.kernels import KernelBackend
+from pagedmlx.ops.tuning import tune
 from pagedmlx.progress import ProgressCallback
 from pagedmlx.sampling.sampler import Sampler
 from pagedmlx.text.tokenizer import Tokenizer
@@ -90,6 +92,9 @@ def build_engine(
                 warm_up(adapter, writer, context_len)
             on_progress("compiling kernels", 1 - 1 / num_parts)
             serve_made_up_requests(adapter, writer, config, limits.max_model_len)
+        if isinstance(adapter.backend, KernelBackend):
+            on_progress("measuring", None)
+            attention += tune(adapter.backend)
         on_progress("allocating the pool", None)
         config = replace(config, max_num_seqs=plan.max_num_seqs)
         embedding = loaded.embedding

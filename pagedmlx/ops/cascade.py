@@ -24,10 +24,7 @@ from pagedmlx.ops.worklist import HEADER, ITEM, MAX_CHUNK, MIN_CHUNK, UNLIMITED,
 
 
 class CascadePath(StrEnum):
-    """Whether shared tokens are attended once, however few they are.
-
-    ``auto`` is ``off`` for now: nobody has measured yet from where on it is faster.
-    """
+    """Whether shared tokens are attended once: ``auto`` where that was measured to be faster."""
 
     AUTO = "auto"
     ON = "on"
@@ -78,26 +75,86 @@ class Cascade:
         work.merge_rows[:, 3:6] = self.merges
 
 
-def try_cascade(
-    path: CascadePath,
-    tables: Int32Array,
-    context_lens: Int32Array,
-    variant: PrefillVariant,
-    wave: int,
-) -> Cascade | None:
-    """Plan what is shared, if enough is.
+@dataclass(frozen=True, slots=True)
+class _Remembered:
+    """What was found for the sequences of a step."""
+
+    sequences: tuple[object, ...]
+    runs: tuple[SharedRun, ...]
+    blocks: tuple[Int32Array, ...]
+    cascade: Cascade | None
+
+    def holds(self, sequences: tuple[object, ...], tables: Int32Array) -> bool:
+        """Whether it is still so: sequences that stay together share no more than before."""
+        return (
+            len(sequences) > 0
+            and sequences == self.sequences
+            and all(
+                (tables[run.sequences, : len(blocks)] == blocks).all()
+                for run, blocks in zip(self.runs, self.blocks, strict=True)
+            )
+        )
+
+
+class CascadePlanner:
+    """Plans what is shared in decode steps, and remembers it while the same sequences run.
 
     Args:
         path: Whether to.
-        tables: (S, B) block tables; row s of the queries belongs to sequence s.
-        context_lens: (S,) tokens of each sequence.
-        variant: The prefill of these layers.
         wave: Threadgroups that the device runs at once.
+
+    Attributes:
+        thresholds: For layers with these prefills, how many tokens at least must be spared for a
+            cascade to be faster; for others it isn't. Only ``auto`` asks.
     """
-    if path is not CascadePath.ON or not variant.is_supported or len(tables) < 2:
-        return None
-    runs = find_runs(tables, context_lens, variant.pool.block_size)
-    return plan_cascade(runs, tables, variant, wave) if runs else None
+
+    def __init__(self, path: CascadePath, wave: int) -> None:
+        self._path = path
+        self._wave = wave
+        self.thresholds: dict[PrefillVariant, int] = {}
+        self._last: dict[tuple[int, PrefillVariant], _Remembered] = {}
+
+    def try_plan(
+        self,
+        group: int,
+        sequences: tuple[object, ...],
+        tables: Int32Array,
+        context_lens: Int32Array,
+        variant: PrefillVariant,
+    ) -> Cascade | None:
+        """Plan a step, if enough is shared.
+
+        Args:
+            group: The KV group.
+            sequences: Whose rows they are; empty if nobody knows.
+            tables: (S, B) block tables; row s of the queries belongs to sequence s.
+            context_lens: (S,) tokens of each sequence.
+            variant: The prefill of these layers.
+        """
+        least = self._least(variant)
+        if least is None or len(tables) < 2:
+            return None
+        last = self._last.get((group, variant))
+        if last is not None and last.holds(sequences, tables):
+            return last.cascade
+        runs = find_runs(tables, context_lens, variant.pool.block_size)
+        cascade = None
+        if runs and sum(map(_num_spared, runs)) >= least:
+            cascade = plan_cascade(runs, tables, variant, self._wave)
+        blocks = tuple(tables[run.sequences[0], : _num_blocks(run, variant)].copy() for run in runs)
+        self._last[group, variant] = _Remembered(sequences, tuple(runs), blocks, cascade)
+        return cascade
+
+    def _least(self, variant: PrefillVariant) -> int | None:
+        if not variant.is_supported:
+            return None
+        match self._path:
+            case CascadePath.ON:
+                return 0
+            case CascadePath.OFF:
+                return None
+            case CascadePath.AUTO:
+                return self.thresholds.get(variant)
 
 
 def find_runs(tables: Int32Array, context_lens: Int32Array, block_size: int) -> list[SharedRun]:
@@ -153,6 +210,10 @@ def _num_spared(run: SharedRun) -> int:
     return run.num_tokens * (len(run.sequences) - 1)
 
 
+def _num_blocks(run: SharedRun, variant: PrefillVariant) -> int:
+    return run.num_tokens // variant.pool.block_size
+
+
 def plan_cascade(
     runs: Sequence[SharedRun], tables: Int32Array, variant: PrefillVariant, wave: int
 ) -> Cascade:
@@ -160,7 +221,7 @@ def plan_cascade(
 
     Args:
         runs: From ``find_runs``; at least one.
-        tables: As for ``try_cascade``.
+        tables: As for ``CascadePlanner``.
         variant: Likewise.
         wave: Likewise.
     """

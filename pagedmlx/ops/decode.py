@@ -12,12 +12,7 @@ import numpy.typing as npt
 from pagedmlx.core.batch import BatchArrays, Int32Array
 from pagedmlx.kv.store import KVStore, Unwritten
 from pagedmlx.ops.base import AttentionParams
-from pagedmlx.ops.cascade import (
-    Cascade,
-    CascadePath,
-    attend_shared,
-    try_cascade,
-)
+from pagedmlx.ops.cascade import Cascade, CascadePath, CascadePlanner, attend_shared
 from pagedmlx.ops.launch import SIMD_WIDTH, Launch, Launcher, Platform
 from pagedmlx.ops.prefill import PrefillVariant, prefill_variant
 from pagedmlx.ops.variants import MAX_ROWS, DecodePath, DecodeVariant, MergeVariant, decode_by
@@ -71,6 +66,9 @@ class DecodePlanner:
         deterministic: Cut each sequence by its own length alone.
         path: How the decode kernel multiplies.
         cascade: Whether tokens that sequences share are attended once.
+
+    Attributes:
+        cascades: Plans that.
     """
 
     def __init__(
@@ -85,7 +83,7 @@ class DecodePlanner:
         self._wave = wave
         self._deterministic = deterministic
         self._path = path
-        self._cascade = cascade
+        self.cascades = CascadePlanner(cascade, wave)
         self._variants: dict[DecodeVariant, DecodeVariant] = {}
         self._merges: dict[MergeVariant, MergeVariant] = {}
         self._prefills: dict[DecodeVariant, PrefillVariant] = {}
@@ -120,8 +118,9 @@ class DecodePlanner:
         if window is not None:
             lows = np.maximum(ends - counts - window + 1, 0)
         elif rows == 1 and not fixed:
+            who = tuple(host.sequences[place] for place in sequences) if host.sequences else ()
             prefill = self.prefill_variant(base)
-            cascade = try_cascade(self._cascade, tables, ends, prefill, self._wave)
+            cascade = self.cascades.try_plan(group, who, tables, ends, prefill)
             lows = lows if cascade is None else cascade.lows
         if fixed and rows > 1:
             rows = MAX_ROWS

@@ -41,6 +41,10 @@ class KernelBackend:
         prefill: Who attends prefill chunks; also forced, it is the gather where the kernel can't.
         decode: How the decode kernel multiplies; also forced, by lanes where matrices can't.
         cascade: Whether tokens that sequences share are attended once.
+
+    Attributes:
+        launcher: As given.
+        wave: As given.
     """
 
     name = "kernels"
@@ -54,7 +58,8 @@ class KernelBackend:
         decode: DecodePath | str = DecodePath.AUTO,
         cascade: CascadePath | str = CascadePath.AUTO,
     ) -> None:
-        self._launch = launcher
+        self.launcher = launcher
+        self.wave = wave
         self._chooser = PrefillChooser(PrefillPath(prefill), launcher.platform)
         self._planner = DecodePlanner(
             launcher.platform, wave, deterministic, DecodePath(decode), CascadePath(cascade)
@@ -83,19 +88,29 @@ class KernelBackend:
             rows = queries if len(plan.parts) == 1 else queries[part.rows]
             if isinstance(part.work, Chunk):
                 here = batch.groups[group]
-                output = attend_chunk(self._launch, rows, layer, here, store, part.work, params)
+                output = attend_chunk(self.launcher, rows, layer, here, store, part.work, params)
                 parts.append(output)
             elif isinstance(part.work, Prefill):
-                parts.append(attend_prefill(self._launch, rows, layer, store, part.work, params))
+                parts.append(attend_prefill(self.launcher, rows, layer, store, part.work, params))
             else:
                 # A launch with all rows of the step, each in one threadgroup, can also write them.
                 alone = len(plan.parts) == 1 and plan.order is None
                 can_write = alone and part.work.variant.parts == 1
                 new = store.claim(layer, rows.dtype) if can_write else None
-                output = attend_decode(self._launch, rows, layer, store, part.work, params, new)
+                output = attend_decode(self.launcher, rows, layer, store, part.work, params, new)
                 parts.append(output)
         output = parts[0] if len(parts) == 1 else mx.concatenate(parts)
         return output if plan.inverse is None else output[plan.inverse]
+
+    @property
+    def kinds(self) -> list[DecodeVariant]:
+        """The kinds of layers that have been attended in and see all tokens."""
+        return [*dict.fromkeys(b for (_, window, _), b in self._kinds.items() if window is None)]
+
+    def set_cascade_threshold(self, kind: DecodeVariant, num_tokens: int) -> None:
+        """Attend shared tokens once in such layers if that spares at least so many tokens."""
+        prefill = self._planner.prefill_variant(kind)
+        self._planner.cascades.thresholds[prefill] = num_tokens
 
     def plan_ahead(self, batch: PagedBatch) -> DecodePlans | None:
         """Plan a step before the model runs, for the kinds of layers that the last step had.

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagedmlx.core.batch import NO_BLOCK, Int32Array
-from pagedmlx.ops.cascade import CascadePath, SharedRun, find_runs, plan_cascade, try_cascade
+from pagedmlx.ops.cascade import CascadePath, CascadePlanner, SharedRun, find_runs, plan_cascade
 from pagedmlx.ops.prefill import PrefillVariant
 from pagedmlx.ops.variants import PoolShape
 from pagedmlx.ops.worklist import HEADER, ITEM, make_work_list
@@ -128,12 +128,76 @@ def test_every_row_finds_all_shared_tokens_among_its_own_items(
 def test_nothing_is_planned_unless_it_is_wanted_and_can_be() -> None:
     tables, ends = tables_of([(0, 4, 0, 1), (0, 4, 0, 2)])
     plans = {
-        (path, variant.pool.k_head_dim): try_cascade(path, tables, ends, variant, WAVE)
+        (path, variant.pool.k_head_dim): CascadePlanner(path, WAVE).try_plan(
+            0, (), tables, ends, variant
+        )
         for path in CascadePath
         for variant in (_variant(2), _variant(2, head_dim=512))
     }
     assert [key for key, plan in plans.items() if plan] == [(CascadePath.ON, 64)]
-    assert try_cascade(CascadePath.ON, tables[:1], ends[:1], _variant(2), WAVE) is None
+    planner = CascadePlanner(CascadePath.ON, WAVE)
+    assert planner.try_plan(0, (), tables[:1], ends[:1], _variant(2)) is None
+
+
+def test_by_itself_it_is_on_from_the_measured_number_of_spared_tokens() -> None:
+    tables, ends = tables_of([(0, 4, 0, 1), (0, 4, 0, 2), (0, 4, 1, 2), (1, 2, 0, 1), (1, 2, 0, 1)])
+    # Four blocks spared twice, and two once.
+    spared = BLOCK * (4 * 2 + 2)
+
+    def is_on(threshold: int) -> bool:
+        planner = CascadePlanner(CascadePath.AUTO, WAVE)
+        planner.thresholds[_variant(2)] = threshold
+        return planner.try_plan(0, (), tables, ends, _variant(2)) is not None
+
+    assert is_on(spared)
+    assert not is_on(spared + 1)
+
+
+def test_what_is_remembered_is_what_would_be_found_again(monkeypatch) -> None:
+    sequences = [(0, 5, 0, 1), (0, 5, 1, 2), (1, 3, 0, 1), (1, 3, 2, 4), (2, 0, 3, 1)]
+    tables, ends = tables_of(sequences)
+    names: list[object] = [object() for _ in sequences]
+    planner, variant = CascadePlanner(CascadePath.ON, WAVE), _variant(2)
+    searches = 0
+
+    def count(*arguments: object) -> list[SharedRun]:
+        nonlocal searches
+        searches += 1
+        return find_runs(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("pagedmlx.ops.cascade.find_runs", count)
+
+    def same(tables: Int32Array, ends: Int32Array, names: list[object], group: int = 0) -> None:
+        found = planner.try_plan(group, tuple(names), tables, ends, variant)
+        fresh = CascadePlanner(CascadePath.ON, WAVE).try_plan(0, (), tables, ends, variant)
+        assert (found is None) is (fresh is None)
+        if found is not None and fresh is not None:
+            assert np.array_equal(found.plan, fresh.plan)
+            assert np.array_equal(found.merges, fresh.merges)
+
+    same(tables, ends, names)
+    assert searches == 2
+    # The next steps: everybody grows, one of them by a block.
+    wider = np.full((len(tables), tables.shape[1] + 1), NO_BLOCK, np.int32)
+    wider[:, :-1] = tables
+    wider[3, np.flatnonzero(wider[3] == NO_BLOCK)[0]] = 999
+    grown = ends + np.array([1, 1, 1, 1, 1], np.int32)
+    same(wider, grown, names)
+    assert searches == 3
+    # Blocks that have moved, as after a preemption; sequences in another order; one less.
+    moved = wider.copy()
+    moved[1, 0] = 998
+    same(moved, grown, names)
+    assert searches == 5
+    order = [4, 3, 2, 1, 0]
+    same(wider[order], grown[order], [names[place] for place in order])
+    same(wider[:3], grown[:3], names[:3])
+    # Another group has other tables, and who isn't named is looked at each time.
+    same(wider[order], grown[order], names, group=1)
+    before = searches
+    same(wider, grown, [])
+    same(wider, grown, [])
+    assert searches == before + 4
 
 
 def _variant(factor: int, head_dim: int = 64) -> PrefillVariant:

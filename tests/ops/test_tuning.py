@@ -1,0 +1,108 @@
+"""From where on a cascade is taken follows from what was measured."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from pagedmlx.errors import KernelError
+from pagedmlx.ops import tuning
+from pagedmlx.ops.base import AttentionParams
+from pagedmlx.ops.in_place import InPlaceWriter
+from pagedmlx.ops.kernels import KernelBackend
+from pagedmlx.ops.launch import Launch
+from pagedmlx.ops.prefill import prefill_variant
+from pagedmlx.ops.tuning import MIN_GAIN, SHAPES, measure_threshold, tune
+from pagedmlx.ops.variants import DecodeVariant
+from tests.metal.launcher import FiberLauncher
+from tests.support.attention import make_case
+
+SPANS = ((40, 1), (9, 1))
+
+
+@pytest.fixture
+def launcher() -> FiberLauncher:
+    """Executes kernels on the CPU."""
+    return FiberLauncher()
+
+
+@pytest.fixture
+def backend(launcher: FiberLauncher) -> KernelBackend:
+    """A backend that has attended in a layer with a window and in one without."""
+    backend = KernelBackend(launcher)
+    case = make_case(SPANS, writer=InPlaceWriter(launcher), k_head_dim=64, v_head_dim=64)
+    for window in (None, 20):
+        case.attend(backend, AttentionParams(scale=0.125, window=window))
+    return backend
+
+
+def gains(monkeypatch: pytest.MonkeyPatch, *values: float) -> None:
+    found = iter(values)
+    monkeypatch.setattr(tuning, "_gain", lambda *_: next(found))
+
+
+def test_shapes_spare_ever_fewer_tokens() -> None:
+    spared = [shared * (count - 1) for count, shared in SHAPES]
+    assert spared == sorted(spared, reverse=True)
+    assert len(set(spared)) == len(spared)
+
+
+@pytest.mark.parametrize(
+    ("measured", "expected"),
+    [
+        ((MIN_GAIN - 0.1,), None),
+        ((4.0, MIN_GAIN, MIN_GAIN - 0.1), 15 * 4096),
+        ((4.0,) * len(SHAPES), 3 * 1024),
+    ],
+)
+def test_the_threshold_is_the_least_that_gained_enough(
+    backend: KernelBackend,
+    measured: tuple[float, ...],
+    expected: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gains(monkeypatch, *measured)
+    (kind,) = backend.kinds
+    assert measure_threshold(backend.launcher, backend.wave, kind) == expected
+    gains(monkeypatch, *measured)
+    (note,) = tune(backend)
+    thresholds = backend._planner.cascades.thresholds
+    assert thresholds.get(prefill_variant(kind)) == expected
+    assert ("for each" in note) is (expected is None)
+
+
+def test_a_kernel_that_does_not_compile_leaves_it_off(
+    backend: KernelBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> float:
+        raise KernelError("merge doesn't compile")
+
+    monkeypatch.setattr(tuning, "_gain", fail)
+    (note,) = tune(backend)
+    assert "merge doesn't compile" in note
+    assert not backend._planner.cascades.thresholds
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+def test_both_ways_are_really_timed(launcher: FiberLauncher, sinks: bool) -> None:
+    backend = KernelBackend(launcher)
+    case = make_case(SPANS, writer=InPlaceWriter(launcher), k_head_dim=64, v_head_dim=64)
+    heads = case.queries.shape[1]
+    given = mx.array(np.zeros(heads, np.float32)) if sinks else None
+    case.attend(backend, AttentionParams(scale=0.125, sinks=given))
+    (kind,) = backend.kinds
+    assert isinstance(kind, DecodeVariant)
+    counted: list[str] = []
+
+    class Counting:
+        platform = launcher.platform
+        view = staticmethod(launcher.view)
+
+        def __call__(self, launch: Launch) -> list[mx.array]:
+            counted.append(launch.kernel.name)
+            return launcher(launch)
+
+    assert tuning._gain(Counting(), 64, kind, 3, 32) > 0
+    kernels = {name.split("_")[1] for name in counted}
+    assert {"decode", "prefill", "merge"} <= kernels
