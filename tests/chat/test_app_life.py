@@ -242,11 +242,26 @@ def test_a_screen_that_is_too_small_breaks_nothing(size: tuple[int, int]) -> Non
     play(lambda _: FakeClient(), story, size=size)
 
 
+@pytest.mark.parametrize("size", [(48, 20), (2, 20)])
+def test_a_terminal_that_becomes_narrow_at_once_breaks_nothing(size: tuple[int, int]) -> None:
+    async def story(app: ChatApp, pilot: Pilot[int]) -> None:
+        await until(pilot, lambda: app.client is not None)
+        await pilot.resize_terminal(*size)
+        await until(pilot, lambda: app.size == size)
+        await calm(pilot)
+        app.pane.prompt.refresh()
+        await calm(pilot)
+        await pilot.resize_terminal(120, 40)
+        await shows(pilot, "Message, or / for commands")
+
+    play(lambda _: FakeClient(), story, size=(120, 40))
+
+
 def test_help_lists_every_key_and_command() -> None:
     async def story(app: ChatApp, pilot: Pilot[int]) -> None:
         await pilot.press("f1")
         await until(pilot, lambda: isinstance(app.screen, HelpScreen))
-        await shows(pilot, "Ctrl+J", "/branch", "/quit", "Ctrl+T", "double-click")
+        await shows(pilot, "Ctrl+J", "/branch", "/quit", "Ctrl+T, F8", "double-click")
         await pilot.press("escape")
         await until(pilot, lambda: not isinstance(app.screen, HelpScreen))
 

@@ -32,7 +32,7 @@ _KEYS = {
         ("Space", "open or fold the reasoning"),
     ),
     "Anywhere": (
-        ("Ctrl+T, Ctrl+W", "new tab, close tab"),
+        ("Ctrl+T, F8", "new tab, close tab"),
         ("F6 or Ctrl+PgDn, Shift+F6 or Ctrl+PgUp", "next tab, previous tab"),
         ("F2", "show or hide the memory"),
         ("F3", "go to the block map: arrows select a block, g shows the next pool"),
