@@ -2,10 +2,9 @@
 
     python scripts/bench_load.py --json FILE [--model 8b] [--cases short,long,...] [--scale 1]
 
-Each system runs every case in a process of its own, twice, and the second time counts: compiling
-is over by then. mlx-lm goes first, and pagedmlx gets a quarter of the memory that mlx-lm took above
-the weights: for the pool and all that a step needs. The case ``cliff`` also runs one after another.
-Nothing comes from a prefix cache: prompts are the same in both turns.
+Each system runs every case in a process of its own, after a few short requests. mlx-lm goes first,
+and pagedmlx gets a quarter of the memory that mlx-lm took above the weights: for the pool and all
+that a step needs. The case ``cliff`` also runs one after another.
 """
 
 from __future__ import annotations
@@ -20,9 +19,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 
-from scripts.compare.processes import Running, inspect
+from scripts.compare.processes import RealRunError, inspect, start
 from scripts.compare.traces import Job, Maker, tokens
 from scripts.report import save
+from scripts.shapes import SHAPES
 
 CASES: dict[str, tuple[tuple[int, ...], int]] = {
     "short": ((512,) * 16, 128),
@@ -35,7 +35,6 @@ CHAT = "chat"
 NUM_CHATS = 64
 SHARE = 4
 """pagedmlx gets this part of mlx-lm's memory."""
-NUM_ROUNDS = 2
 
 
 def main() -> int:
@@ -51,14 +50,19 @@ def main() -> int:
     names = options.cases.split(",")
     if unknown := set(names) - {*CASES, CHAT}:
         parser.error(f"--cases: no case {', '.join(sorted(unknown))}")
-    info = inspect(options.model)
+    shape = SHAPES.get(options.model)
+    vocab_size = shape["vocab_size"] if shape else inspect(options.model)["vocab_size"]
     settings = {} if options.chunk is None else {"prefill_chunk_size": options.chunk}
     report: dict[str, Any] = {"model": options.model, "settings": settings, "cases": {}}
     for name in names:
-        jobs = make_jobs(name, options.scale, info["vocab_size"])
-        report["cases"][name] = measure(name, options.model, jobs, info, settings)
+        jobs = make_jobs(name, options.scale, vocab_size)
+        try:
+            report["cases"][name] = measure(name, options.model, jobs, settings)
+        except RealRunError as error:  # the other cases are still wanted
+            report["cases"][name] = {"error": str(error)}
+            note(f"{name}: {error}")
     save(report, options.json)
-    return 0
+    return 1 if any("error" in each for each in report["cases"].values()) else 0
 
 
 def make_jobs(name: str, scale: float, vocab_size: int) -> list[Job]:
@@ -83,37 +87,26 @@ def scaled(number: int, scale: float) -> int:
     return max(2, int(number * scale))
 
 
-def measure(
-    name: str, model: str, jobs: list[Job], info: dict[str, Any], settings: dict[str, Any]
-) -> dict[str, Any]:
+def measure(name: str, model: str, jobs: list[Job], settings: dict[str, Any]) -> dict[str, Any]:
     """One case, and what is asked of it."""
 
     def run(system: str, max_num_seqs: int = len(jobs), **more: object) -> dict[str, Any]:
-        job = {
-            "system": system,
-            "model": model,
-            "jobs": [asdict(job) for job in jobs],
-            "settings": {
-                "enable_prefix_caching": False,
+        found = start(
+            {
+                "system": system,
+                "model": model,
+                "jobs": [asdict(job) for job in jobs],
+                "settings": {"max_num_seqs": max_num_seqs, **settings, **more},
                 "max_num_seqs": max_num_seqs,
-                **settings,
-                **more,
-            },
-            "max_num_seqs": max_num_seqs,
-            "rounds": NUM_ROUNDS,
-        }
-        with Running(job) as running:
-            found = dict[str, Any]()
-            for _ in range(NUM_ROUNDS):
-                running.ask()
-                found = running.result()
+            }
+        )
         del found["series"]
         note(f"{name}, {system}: {found['tokens_per_s']:.1f} tokens/s in {found['wall_s']:.1f} s")
         return found
 
     theirs = run("mlx-lm")
     budget = theirs["peak_above_weights_bytes"] // SHARE
-    memory = memory_setting(budget, theirs["weights_bytes"], info)
+    memory = memory_setting(budget, theirs)
     ours = run("pagedmlx", **memory)
     row: dict[str, Any] = {
         "requests": [[len(job.prompt), job.num_outputs] for job in jobs],
@@ -137,10 +130,12 @@ def measure(
     return row
 
 
-def memory_setting(budget: int, weights: int, info: dict[str, Any]) -> dict[str, Any]:
+def memory_setting(budget: int, theirs: dict[str, Any]) -> dict[str, Any]:
     """How an engine is told that it has so much above the weights."""
-    if info["on_gpu"]:
-        return {"gpu_memory_utilization": (weights + budget) / info["device_bytes"]}
+    if theirs["on_gpu"]:
+        return {
+            "gpu_memory_utilization": (theirs["weights_bytes"] + budget) / theirs["device_bytes"]
+        }
     return {"kv_cache_memory": budget}
 
 

@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -46,6 +44,7 @@ from pagedmlx.ops.kernels import KernelBackend
 from scripts.bench_kernels import measure_ceiling
 from scripts.report import save
 from scripts.shapes import load, make_engine
+from scripts.trace import trace
 
 CHECKS = ("logits", "cascade")
 CONTEXTS = (512, 4096, 16384, 32768)
@@ -227,33 +226,13 @@ class Contestant:
 
     def trace(self) -> dict[str, float]:
         """What the device did in a few steps; empty without torch."""
-        try:
-            from torch.profiler import ProfilerActivity, profile  # pyright: ignore[reportMissingImports]
-        except ImportError:
+        busy = trace(lambda: [self._step() for _ in range(NUM_TRACED)])
+        if busy is None:
             return {}
-        mx.synchronize()
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            for _ in range(NUM_TRACED):
-                self._step()
-            mx.synchronize()
-        with tempfile.NamedTemporaryFile(suffix=".json") as file:
-            profiler.export_chrome_trace(file.name)
-            events = json.loads(Path(file.name).read_text())["traceEvents"]
-        spans = sorted(
-            (event["ts"], event["ts"] + event["dur"])
-            for event in events
-            if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
-        )
-        if not spans:
-            return {}
-        busy, end = 0.0, spans[0][0]
-        for start, stop in spans:
-            busy += max(0.0, stop - max(start, end))
-            end = max(end, stop)
         return {
-            "device_busy_ms": busy / NUM_TRACED / 1e3,
-            "device_idle_share_while_traced": 1 - busy / (end - spans[0][0]),
-            "launches": len(spans) / NUM_TRACED,
+            "device_busy_ms": busy.seconds * 1e3 / NUM_TRACED,
+            "device_idle_share_while_traced": busy.idle_share,
+            "launches": busy.launches / NUM_TRACED,
         }
 
     def summary(self) -> dict[str, float]:

@@ -42,7 +42,7 @@ from scripts.shapes import load, make_engine
 
 REPORT_EVERY_S = 0.25
 SERIES_POINTS = 200
-WARM_UP = Job(tuple(range(20, 40)), 4)
+WARM_UP = tuple(Job(tuple(range(20, 20 + length)), 6) for length in (40, 20, 10))
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,6 +282,8 @@ def measure(system: RealSystem, jobs: list[Job], tell: Callable[[dict[str, Any]]
     needed = float(np.dot(in_time, [each["needed"] for each in moments]))
     stride = -(-len(moments) // SERIES_POINTS)
     return {
+        "on_gpu": mx.default_device() == mx.Device(mx.gpu),
+        "device_bytes": device_memory_bytes(),
         "weights_bytes": base - system.start_bytes,
         "pool_bytes": system.pool_bytes,
         "kv_held_peak_bytes": max(each["held"] for each in moments),
@@ -321,8 +323,9 @@ def decode_rate(times: list[list[float]]) -> float | None:
 
 
 def warm_up(system: RealSystem) -> None:
-    """A short request, so that what is made at first use isn't measured."""
-    system.add(0, WARM_UP)
+    """A few short requests, so that what is made at first use isn't measured."""
+    for number, job in enumerate(WARM_UP):
+        system.add(number, job)
     while system.step() is not None:
         system.use()
     system.counts()
@@ -346,8 +349,6 @@ def inspect(model: str, texts: list[str]) -> dict[str, Any]:
         "token_bytes": stats.block_bytes // stats.block_size,
         "vocab_size": limits.vocab_size,
         "max_model_len": limits.max_model_len,
-        "on_gpu": mx.default_device() == mx.Device(mx.gpu),
-        "device_bytes": device_memory_bytes(),
         "notes": list(system.engine.notes),
         "depth": system.depth,
         "texts": [list(system.engine.tokenizer.encode(text)) for text in texts],

@@ -1,0 +1,65 @@
+"""The scripts that measure whole models, with one that is tiny."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.test_project import REPOSITORY
+
+
+def run(script: str, path: Path, *options: str) -> dict[str, Any]:
+    command = [sys.executable, str(REPOSITORY / "scripts" / script), "--model", "mini"]
+    done = subprocess.run(
+        [*command, "--json", str(path), *options], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    report: dict[str, Any] = json.loads(path.read_text())
+    assert report["model"] == "mini"
+    return report
+
+
+def test_a_model_is_compared_with_the_reference_and_with_mlx_lm(tmp_path: Path) -> None:
+    report = run(
+        "bench_model.py", tmp_path / "r", "--only", "logits,cascade,stream", "--contexts", "40"
+    )
+    assert report["logits"]["passed"]
+    assert max(report["logits"]["errors"]) < 1e-5
+    assert report["cascade"]["passed"]
+    row = report["stream"]["40"]
+    ratio = row["pagedmlx"]["step_ms"] / row["mlx_lm"]["step_ms"]
+    assert row["ratio_of_step_ms"] == pytest.approx(ratio)
+
+
+def test_the_engine_is_seen_to_share_and_to_wait(tmp_path: Path) -> None:
+    options = ("--scale", "0.02", "--only", "gap,warm,candidates,cascade")
+    report = run("bench_engine.py", tmp_path / "r", *options)
+    for row in report["gap"].values():
+        assert row["prompt_tokens"] == 327
+        assert 0 < row["alone_median_ms"] <= row["alone_longest_ms"]
+        assert 0 < row["median_gap_ms"] <= row["longest_gap_ms"]
+    # Of 81 tokens 80 are the same, in whole blocks of 16.
+    assert report["warm"]["cached_tokens"] == 80
+    candidates = report["candidates"]
+    assert candidates["ok"]
+    assert candidates["peak_used_blocks"] < candidates["eight_sequences"]
+
+
+def test_both_systems_carry_the_same_load(tmp_path: Path) -> None:
+    options = ("--scale", "0.02", "--cases", "uneven,cliff")
+    report = run("bench_load.py", tmp_path / "r", *options)
+    for name, requests in (
+        ("uneven", [[327, 2], *[[10, 2]] * 7]),
+        ("cliff", [[600, 5], [100, 5], [2, 5]]),
+    ):
+        case = report["cases"][name]
+        assert case["requests"] == requests
+        assert case["outputs_equal"] == len(requests)
+        assert case["times_kv_peak"] < 1
+        assert case["pagedmlx"]["num_output_tokens"] == sum(count for _, count in requests)
+    assert "times_one_by_one" in report["cases"]["cliff"]
