@@ -50,18 +50,20 @@ class Measurements:
     Args:
         loaded: The model.
         scale: Of all lengths; below 1 for tests.
+        bounds_ms: Of the gaps between a stream's tokens.
     """
 
-    def __init__(self, loaded: LoadedModel, scale: float) -> None:
+    def __init__(self, loaded: LoadedModel, scale: float, bounds_ms: list[int]) -> None:
         self._loaded = loaded
         self._scale = scale
+        self._bounds_ms = bounds_ms
         self._generator = np.random.default_rng(0)
         self._vocab_size = int(loaded.config["vocab_size"])
 
     def gap(self) -> dict[str, Any]:
         """Longest time between tokens of a stream, alone and beside a long prompt."""
         rows: dict[str, Any] = {}
-        for bound_ms in (30, 60, 120, 250):
+        for bound_ms in self._bounds_ms:
             with self._engine(num_tokens=20_000, max_stream_gap_ms=bound_ms) as engine:
                 rows[str(bound_ms)] = row = self._one_gap(engine)
                 row["times_bound"] = row["longest_gap_ms"] / bound_ms
@@ -231,6 +233,11 @@ def gaps_ms(moments: list[float]) -> list[float]:
     return [1e3 * (b - a) for a, b in itertools.pairwise(moments)]
 
 
+def numbers(text: str) -> list[int]:
+    """Whole numbers with commas between."""
+    return [int(number) for number in text.split(",")]
+
+
 def note(line: str) -> None:
     """Tell how far it is."""
     sys.stderr.write(f"{line}\n")
@@ -243,12 +250,13 @@ def main() -> int:
     parser.add_argument("--model", default="8b", help="8b, 8b-4bit, mini, or as pagedmlx takes it")
     parser.add_argument("--json", required=True, metavar="FILE", help="report; - is stdout")
     parser.add_argument("--only", default="gap,warm,candidates,cascade", help="sections")
+    parser.add_argument("--bounds", default="30,60,120,250", metavar="MS,MS", help="of gap")
     parser.add_argument("--scale", type=float, default=1.0, help="of all lengths; for tests")
     options = parser.parse_args()
     names = options.only.split(",")
     if unknown := set(names) - {"gap", "warm", "candidates", "cascade"}:
         parser.error(f"--only: no section {', '.join(sorted(unknown))}")
-    measurements = Measurements(load(options.model), options.scale)
+    measurements = Measurements(load(options.model), options.scale, numbers(options.bounds))
     report: dict[str, Any] = {"model": options.model}
     for name in names:
         report[name] = getattr(measurements, name)()
