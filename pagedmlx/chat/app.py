@@ -14,7 +14,7 @@ from textual.app import App, ComposeResult, SystemCommand
 from textual.binding import BindingType
 from textual.containers import Container
 from textual.screen import Screen
-from textual.widgets import Footer, TabbedContent, TextArea
+from textual.widgets import ContentSwitcher, Footer, TabbedContent, TextArea
 
 from pagedmlx.chat import clipboard
 from pagedmlx.chat.client import ChatClient
@@ -32,7 +32,6 @@ from pagedmlx.chat.session import Conversation
 from pagedmlx.chat.store import Store, StoreError
 from pagedmlx.chat.widgets.banner import Banner
 from pagedmlx.chat.widgets.block_map import BlockMap
-from pagedmlx.chat.widgets.gauges import Gauges
 from pagedmlx.chat.widgets.markdown import GrowingMarkdown
 from pagedmlx.chat.widgets.pane import ConversationPane
 from pagedmlx.chat.widgets.panel import MemoryPanel
@@ -41,6 +40,10 @@ from pagedmlx.errors import PagedMLXError
 EXIT_TERMINATED = 128 + signal.SIGTERM
 
 _MAP_S, _IDLE_S = 0.1, 0.4
+_MAX_FRAME_S = 0.5
+_FRAME_SHARE = 0.03
+"""Part of a core that the screen may take from the model; a slow machine draws less often."""
+
 _SAVE_S = 1.0
 _AGAIN_S = 2.0
 """Two presses of Ctrl+C within this time leave."""
@@ -165,7 +168,8 @@ class ChatApp(App[int]):
     @property
     def panes(self) -> list[ConversationPane]:
         """Their panes, in order."""
-        return list(self.tabs.query(ConversationPane))
+        within = self.tabs.query_one(ContentSwitcher).children
+        return [each for each in within if isinstance(each, ConversationPane)]
 
     @property
     def pane(self) -> ConversationPane:
@@ -379,21 +383,43 @@ class ChatApp(App[int]):
     # What is shown of the engine.
 
     async def _watch(self) -> None:
-        while not self._leaving:
-            await asyncio.sleep(_MAP_S if any(pane.is_busy for pane in self.panes) else _IDLE_S)
-            await self.look()
+        looking = asyncio.create_task(self.look())
+        looked_s = drawn_s = time.monotonic()
+        used_s = time.thread_time()
+        try:
+            while not self._leaving:
+                began_s = time.monotonic()
+                is_busy = any(pane.is_busy for pane in self.panes)
+                if looking.done() and (is_busy or began_s - looked_s >= _IDLE_S):
+                    looking.result()
+                    looking, looked_s = asyncio.create_task(self.look()), began_s
+                # Painted together, text and map cost half; text waits for no endpoint, though.
+                await asyncio.wait({looking}, timeout=_MAX_FRAME_S)
+                # All that this thread did since it drew last: text, layout, map and painting.
+                wanted_s = min(_MAX_FRAME_S, (time.thread_time() - used_s) / _FRAME_SHARE)
+                if time.monotonic() - drawn_s >= wanted_s:
+                    drawn_s, used_s = time.monotonic(), time.thread_time()
+                    self._draw()
+                await asyncio.sleep(max(0.0, began_s + _MAP_S - time.monotonic()))
+        finally:
+            looking.cancel()
 
     async def look(self) -> None:
-        """Show what the engine is doing now; it isn't asked while the memory is hidden."""
+        """Show which blocks are whose now; the engine isn't asked while the memory is hidden."""
         panel = self.query_one(MemoryPanel)
-        if self._loading.stage is not None:
-            self.query_one(Banner).say_stage(*self._loading.stage)
         if self.client is None or not panel.display:
             return
         snapshot = await self.client.snapshot()
         if self.client is not None:
-            self.query_one(Gauges).ttft_s = self.pane.progress.ttft_s
-            panel.show(snapshot, self.client.max_len, time.monotonic())
+            panel.show(snapshot, time.monotonic())
+
+    def _draw(self) -> None:
+        if self._loading.stage is not None:
+            self.query_one(Banner).say_stage(*self._loading.stage)
+        self.pane.draw()
+        if self.client is not None:
+            now_s, ttft_s = time.monotonic(), self.pane.progress.ttft_s
+            self.query_one(MemoryPanel).show_numbers(self.client.max_len, ttft_s, now_s)
 
     def _title_of(self, slot: int) -> str:
         titles = (each.conversation.shown_title for each in self.panes if each.slot == slot)

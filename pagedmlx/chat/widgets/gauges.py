@@ -8,14 +8,13 @@ from collections.abc import Sequence
 from textual.content import Content
 from textual.widget import Widget
 
-from pagedmlx.chat.blocks import BlockHistory, Savings
+from pagedmlx.chat.blocks import Savings
 from pagedmlx.core.stats import EngineStats
 from pagedmlx.errors import readable_bytes
 
 _BARS = " ▁▂▃▄▅▆▇█"
 _WINDOW_S = 1.5
 _SAMPLE_S = 0.5
-_REFRESH_S = 0.4
 _MAX_SAMPLES = 200
 
 
@@ -65,20 +64,17 @@ class Gauges(Widget):
     def __init__(self) -> None:
         super().__init__()
         self.rates = Rates()
-        self.ttft_s: float | None = None
-        self._refreshed_s = float("-inf")
+        self._ttft_s: float | None = None
         self._stats = EngineStats()
         self._savings = Savings(0, 0, 0)
 
-    def show(self, history: BlockHistory, savings: Savings, now_s: float) -> None:
-        """Show the counts of the newest snapshot."""
-        assert history.snapshot is not None
-        self._stats, self._savings = history.snapshot.stats, savings
-        self.rates.add(self._stats, now_s)
-        # Nobody reads numbers ten times a second.
-        if now_s - self._refreshed_s >= _REFRESH_S:
-            self._refreshed_s = now_s
-            self.refresh()
+    def show(
+        self, stats: EngineStats, savings: Savings, ttft_s: float | None, now_s: float
+    ) -> None:
+        """Show the counts of a moment."""
+        self._stats, self._savings, self._ttft_s = stats, savings, ttft_s
+        self.rates.add(stats, now_s)
+        self.refresh()
 
     def render(self) -> Content:
         """The lines that there is room for."""
@@ -92,7 +88,7 @@ class Gauges(Widget):
         fill = stats.num_used_blocks / max(1, stats.num_blocks)
         kept = (stats.num_used_blocks + stats.num_cached_blocks) / max(1, stats.num_blocks)
         fastest, fullest = max(rates.speed, default=0.0), max(rates.fill, default=0.0)
-        first = "-" if self.ttft_s is None else f"{self.ttft_s * 1000:.0f} ms"
+        first = "-" if self._ttft_s is None else f"{self._ttft_s * 1000:.0f} ms"
         rows = [
             ("speed", f"{rates.tokens_per_s:.0f} tok/s", curve(rates.speed, room, fastest)),
             ("first token", first, ""),

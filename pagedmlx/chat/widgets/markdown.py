@@ -10,6 +10,7 @@ from rich.style import Style
 from textual import events
 from textual.geometry import Region, Size
 from textual.message import Message as Event
+from textual.reactive import Reactive
 from textual.selection import Selection
 from textual.strip import Strip
 from textual.widget import Widget
@@ -39,6 +40,9 @@ class GrowingMarkdown(Widget):
         height: auto;
     }
     """
+
+    virtual_size = Reactive(Size(0, 0), repaint=False)
+    """It follows from a layout; Textual's own asks for another one, in vain without scrollbars."""
 
     class CopyWanted(Event):
         """The user wants the code of a block."""

@@ -8,8 +8,9 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.content import Content
-from textual.geometry import Region
+from textual.geometry import Region, Size
 from textual.message import Message as Event
+from textual.reactive import Reactive
 from textual.strip import Strip
 from textual.widgets import Collapsible, Static
 
@@ -49,6 +50,9 @@ class MessageView(Vertical, can_focus=True):
         Binding("enter", "wish('pick')", "Pick"),
         Binding("space", "fold", "Reasoning", show=False),
     ]
+
+    virtual_size = Reactive(Size(0, 0), repaint=False)
+    """As in ``GrowingMarkdown``."""
 
     class Wished(Event):
         """The user wants something done with a message."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -24,10 +22,6 @@ from pagedmlx.chat.widgets.line import Line
 from pagedmlx.chat.widgets.message import MessageView
 from pagedmlx.chat.widgets.prompt import Prompt
 from pagedmlx.chat.widgets.transcript import Transcript
-
-_FRAME_S, _MAX_FRAME_S = 0.08, 0.5
-_FRAME_SHARE = 0.05
-"""Part of a core that the screen may take from the model; a slow machine draws less often."""
 
 _TITLE_LENGTH = 18
 
@@ -247,27 +241,14 @@ class ConversationPane(TabPane):
         self._num_asked += 1
         request_id = f"{self.conversation.conversation_id}-{ids[0]}-{self._num_asked}"
         self._host.note_request(request_id, self)
-        frames = asyncio.create_task(self._draw_frames())
         try:
             await write_answers(
                 self._host.ready_client, self.conversation, ids, request_id, self.progress
             )
         finally:
-            frames.cancel()
             self._host.save(self.conversation)
             if self.is_attached:
                 self.call_later(self._finish)
-
-    async def _draw_frames(self) -> None:
-        while True:
-            began_s, used_s = time.monotonic(), time.thread_time()
-            # A hidden conversation is drawn when it is looked at.
-            if self.display:
-                self.draw()
-            await asyncio.sleep(_FRAME_S)
-            # All that this thread did meanwhile: the text, its layout and the block map.
-            wanted_s = min(_MAX_FRAME_S, (time.thread_time() - used_s) / _FRAME_SHARE)
-            await asyncio.sleep(max(0.0, began_s + wanted_s - time.monotonic()))
 
     def draw(self) -> None:
         """Show what has come since the last time."""

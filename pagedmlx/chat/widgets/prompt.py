@@ -48,6 +48,8 @@ class Prompt(TextArea):
             highlight_cursor_line=False,
             tab_behavior="focus",
         )
+        # Each blink would cost as much as a line of text.
+        self.cursor_blink = False
         self._history = history
         self._place: int | None = None
         self._draft = ""
