@@ -78,15 +78,15 @@ class Store:
         with _errors(f"{path} can't be opened"):
             if path is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
+                # Conversations are nobody else's business; SQLite's other files take its mode.
+                path.touch(0o600)
+                path.chmod(0o600)
             self._db = sqlite3.connect(path or ":memory:", timeout=_BUSY_S, isolation_level=None)
             try:
                 self._prepare()
             except BaseException:
                 self._db.close()
                 raise
-            if path is not None:
-                # Conversations are nobody else's business.
-                path.chmod(0o600)
 
     def _prepare(self) -> None:
         self._db.execute("PRAGMA journal_mode = WAL")

@@ -50,9 +50,13 @@ def test_a_conversation_comes_back_as_it_was(path: Path) -> None:
     store.close()
 
 
-def test_only_the_user_may_read_the_file(path: Path) -> None:
-    Store(path).close()
-    assert path.stat().st_mode & 0o077 == 0
+def test_only_the_user_may_read_the_files(path: Path) -> None:
+    store = Store(path)
+    store.save(talk("a secret"), 1.0)
+    files = list(path.parent.glob(f"{path.name}*"))
+    assert len(files) > 1  # what isn't in the file yet lies beside it
+    assert all(each.stat().st_mode & 0o077 == 0 for each in files)
+    store.close()
 
 
 def test_a_crash_loses_only_what_was_not_saved(path: Path) -> None:
