@@ -28,6 +28,7 @@ from pagedmlx.errors import InvalidRequestError, ModelLoadError, UnsupportedMode
 from pagedmlx.kv.store import KVStore
 from pagedmlx.kv.writer import PoolWriter
 from pagedmlx.models.adapter import ModelAdapter
+from pagedmlx.models.fused import fuse_projections
 from pagedmlx.models.loader import LoadedModel
 from pagedmlx.models.parts import RowLayout
 from pagedmlx.models.probe import ProbeResult, probe_model, warm_up
@@ -56,7 +57,8 @@ def build_engine(
     """Make an engine for a loaded model, on this thread.
 
     Args:
-        loaded: The model.
+        loaded: The model; its layers that read the same input are joined, which changes its
+            modules and none of its results.
         tokenizer: Its tokenizer.
         config: Settings; the model's name in them is not looked at.
         notes: Lines for the user that come before the engine's own.
@@ -68,6 +70,7 @@ def build_engine(
         ModelLoadError: The device refuses the pool's memory.
     """
     with ExitStack() as undo:
+        fuse_projections(loaded.model)
         on_progress("checking the model against mlx-lm", None)
         adapter, writer, attention = _adapt(loaded, config, undo)
         on_gpu = mx.default_device() == mx.Device(mx.gpu)
