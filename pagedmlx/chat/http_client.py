@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from time import monotonic
 from typing import Any
 
@@ -55,6 +56,7 @@ class HttpClient:
         self.notes: tuple[str, ...] = ()
         self.defaults: Mapping[str, float] = {}
         self._has_blocks = True
+        self._asked: dict[str, str] = {}
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._http = httpx.AsyncClient(headers=headers, timeout=_TIMEOUT, transport=transport)
 
@@ -93,7 +95,10 @@ class HttpClient:
                     continue
                 if value == "[DONE]":
                     break
-                for delta in writer.read(json.loads(value)):
+                chunk = json.loads(value)
+                if isinstance(chunk.get("id"), str):
+                    self._asked[chunk["id"]] = request.request_id
+                for delta in writer.read(chunk):
                     yield delta
             if writer.open_outputs:
                 raise EndpointError(
@@ -107,12 +112,18 @@ class HttpClient:
         try:
             response = await self._http.get(f"{self.url}/stats", params={"blocks": "true"})
             body = response.json()
-            return snapshot_from_json(body["engine"], body["blocks"])
+            found = snapshot_from_json(body["engine"], body["blocks"])
         except httpx.TransportError:
             return None  # whoever asks for an answer is told
         except (httpx.HTTPError, ValueError, KeyError, TypeError):
             self._has_blocks = False
             return None
+        # The endpoint has names of its own for what was asked here.
+        named = (
+            replace(each, request_id=self._asked.get(each.request_id, each.request_id))
+            for each in found.sequences
+        )
+        return replace(found, sequences=tuple(named))
 
     async def close(self) -> bool:
         """Close the connections."""

@@ -226,6 +226,35 @@ def test_the_block_map_of_an_endpoint_of_ours_is_shown():
     assert paths == ["http://host/v1/stats?blocks=true"] * 2
 
 
+def test_the_block_map_knows_what_was_asked_here():
+    counts = ("num_prompt_tokens", "num_output_tokens", "num_computed_tokens", "num_cached_tokens")
+    plain = dict.fromkeys(
+        ("index", "priority", "num_missing_blocks", "num_preemptions", *counts), 0
+    )
+    sequences = [
+        {**plain, "request_id": name, "status": "running", "block_ids": []}
+        for name in ("chatcmpl-1", "of-others")
+    ]
+    blocks = {"sequences": sequences, "pools": []}
+
+    def respond(request: httpx.Request) -> httpx.Response:
+        if request.url.path.endswith("/stats"):
+            return httpx.Response(200, json={"engine": {}, "blocks": blocks})
+        answer = [{"id": "chatcmpl-1", **each} for each in (chunk(content="Hi"), chunk(0, "stop"))]
+        return httpx.Response(200, content=events(*answer))
+
+    async def run() -> list[str]:
+        made = client(respond)
+        request = ChatRequest("ours", [{"role": "user", "content": "Hi"}])
+        assert [delta.text async for delta in made.answer(request)] == ["Hi", ""]
+        snapshot = await made.snapshot()
+        await made.close()
+        assert snapshot is not None
+        return [each.request_id for each in snapshot.sequences]
+
+    assert asyncio.run(run()) == ["ours", "of-others"]
+
+
 @pytest.mark.parametrize("body", [b"not found", b"{}", b"[1]", b'{"engine": {}, "blocks": 5}'])
 def test_an_endpoint_without_a_block_map_is_asked_once(body: bytes):
     asked: list[httpx.Request] = []
