@@ -171,19 +171,22 @@ def check_ragged() -> dict[str, Any]:
     return {"ok": max(errors.values()) <= TOLERANCES["bfloat16"], "errors": errors}
 
 
+PREFILLS = ("kernel", "rows", "gather", "written")
+
+
 def check_prefill(jobs: int) -> dict[str, Any]:
-    """Chunks of prompts, by the tiled kernel and by gather, whichever is chosen here by itself;
-    and by gather where their rows were just written, which needs none for whole prompts.
+    """Chunks of prompts, by the tiled kernel, by rows and by gather, whichever is chosen here by
+    itself; and by gather where their rows were just written, which needs none for whole prompts.
     """
     rng = random.Random(0)
     cases = [
         PrefillCase(
             *case, rng.choice((None, 40)), rng.choice((None, 20.0)), rng.choice((False, True))
         )
-        for case in product(("kernel", "gather", "written"), TOLERANCES, HEAD_DIMS, (1, 3, 8))
+        for case in product(PREFILLS, TOLERANCES, HEAD_DIMS, (1, 3, 8))
     ]
     # Without MLX's own products in float32, which are inexact on some GPUs.
-    return _shares([c for c in cases if c.path == "kernel" or c.dtype != "float32"], jobs)
+    return _shares([c for c in cases if c.path in ("kernel", "rows") or c.dtype != "float32"], jobs)
 
 
 @dataclass(frozen=True)
@@ -231,7 +234,7 @@ def prefill_share(
     expected = case.expected(params)
     if path == "written":
         write_step(case)
-    backend = KernelBackend(launcher, prefill="kernel" if path == "kernel" else "gather")
+    backend = KernelBackend(launcher, prefill="gather" if path == "written" else path)
     error = np.abs(case.attend(backend, params) - expected)
     return float((error / (TOLERANCES[dtype] * (1 + np.abs(expected)))).max())
 

@@ -93,6 +93,7 @@ _CASES = (
     _Case("prefill", "float16", 64, 3, _CHUNKS),
     _Case("prefill, window", "bfloat16", 128, 4, _CHUNKS, 20),
     _Case("prefill by gather", "float16", 64, 3, _CHUNKS, prefill=PrefillPath.GATHER),
+    _Case("prefill by rows", "float16", 64, 3, _CHUNKS, prefill=PrefillPath.ROWS),
 )
 
 

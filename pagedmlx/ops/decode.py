@@ -12,7 +12,14 @@ import numpy.typing as npt
 from pagedmlx.core.batch import BatchArrays, Int32Array
 from pagedmlx.kv.store import KVStore, Unwritten
 from pagedmlx.ops.base import AttentionParams
-from pagedmlx.ops.cascade import Cascade, CascadePath, CascadePlanner, attend_shared
+from pagedmlx.ops.cascade import (
+    Cascade,
+    CascadePath,
+    CascadePlanner,
+    SharedRun,
+    attend_shared,
+    plan_cascade,
+)
 from pagedmlx.ops.launch import SIMD_WIDTH, Launch, Launcher, Platform
 from pagedmlx.ops.prefill import PrefillVariant, prefill_variant
 from pagedmlx.ops.variants import MAX_ROWS, DecodePath, DecodeVariant, MergeVariant, decode_by
@@ -27,14 +34,14 @@ _MERGE_SIMDGROUPS = 8
 class Decode:
     """Sequences with few rows: the plan, at last on the device, and the kernels that follow it.
 
-    ``writing`` is ``variant`` that also writes the rows' K and V.
+    ``writing`` is ``variant`` that also writes the rows' K and V; None where rows see each other.
     """
 
     plan: mx.array | Int32Array
     num_items: int
     num_rows: int
     variant: DecodeVariant
-    writing: DecodeVariant
+    writing: DecodeVariant | None
     merge: MergeVariant | None
     cascade: Cascade | None
 
@@ -137,13 +144,47 @@ class DecodePlanner:
             if 2 * work.num_items * groups_per_item <= self._wave and whole.can_be_wider:
                 whole = self.interned(replace(whole, num_simdgroups=2 * whole.num_simdgroups))
             return self._steps(work, whole, None, None)
+        return self._split(work, whole, cascade)
+
+    def plan_rows(
+        self, host: BatchArrays, sequence: int, group: int, base: DecodeVariant
+    ) -> Decode:
+        """Plan a short chunk of a prompt: each row as a sequence of its own.
+
+        What lies before the chunk is seen by all of its rows, so a cascade attends it once; in
+        layers without a window.
+
+        Args:
+            host: The step.
+            sequence: Which sequence; a whole block at least lies before its rows.
+            group: The KV group.
+            base: What is fixed for these layers.
+        """
+        first_row, end_row = host.query_start_loc[sequence : sequence + 2].tolist()
+        num_rows, end = end_row - first_row, int(host.context_lens[sequence])
+        block_size = base.pool.block_size
+        table = host.groups[group].block_tables[sequence : sequence + 1, : -(-end // block_size)]
+        rows = np.arange(num_rows)
+        ends = (end - num_rows + 1 + rows).astype(np.int32)
+        run = SharedRun(rows, (end - num_rows) // block_size * block_size)
+        tables = np.broadcast_to(table, (num_rows, table.shape[1]))
+        cascade = plan_cascade([run], tables, self.prefill_variant(base), self._wave)
+        whole = self.interned(decode_by(self._path, base, self._platform))
+        groups_per_item = whole.pool.num_kv_heads * whole.parts
+        chunk = choose_chunk(cascade.lows, ends, groups_per_item, self._wave)
+        ones = np.ones(num_rows, np.int32)
+        work = make_work_list(ones, cascade.lows, ends, table, chunk, None, np.zeros_like(rows))
+        return replace(self._split(work, whole, cascade), writing=None)
+
+    def _split(self, work: WorkList, whole: DecodeVariant, cascade: Cascade | None) -> Decode:
+        """Kernels for sequences whose results are merged."""
         num_chunks, shared_vectors = work.max_chunks, 0
         if cascade is not None:
             cascade.mark(work)
             num_chunks += cascade.max_chunks
             shared_vectors = cascade.variant.vectors
         split = self.interned(replace(whole, split=True))
-        many = fixed or num_chunks > _MANY_CHUNKS
+        many = self._deterministic or num_chunks > _MANY_CHUNKS
         merge = MergeVariant(split, _MERGE_SIMDGROUPS if many else 1, shared_vectors)
         merge = self._merges.setdefault(merge, merge)
         return self._steps(work, split, merge, cascade)
@@ -194,6 +235,7 @@ def attend_decode(
     plan = work.plan
     assert isinstance(plan, mx.array)
     variant = work.variant if new is None else work.writing
+    assert variant is not None
     num_kv_heads, v_head_dim = variant.pool.num_kv_heads, variant.pool.v_head_dim
     sinks = [] if params.sinks is None else [params.sinks]
     out_shape = (work.num_rows, num_kv_heads * variant.factor, v_head_dim)

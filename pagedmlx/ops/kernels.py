@@ -6,6 +6,7 @@ that isn't faster, through ``chunks``.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -60,7 +61,7 @@ class KernelBackend:
     ) -> None:
         self.launcher = launcher
         self.wave = wave
-        self._chooser = PrefillChooser(PrefillPath(prefill), launcher.platform)
+        self._chooser = PrefillChooser(PrefillPath(prefill), launcher.platform, wave)
         self._planner = DecodePlanner(
             launcher.platform, wave, deterministic, DecodePath(decode), CascadePath(cascade)
         )
@@ -95,7 +96,7 @@ class KernelBackend:
             else:
                 # A launch with all rows of the step, each in one threadgroup, can also write them.
                 alone = len(plan.parts) == 1 and plan.order is None
-                can_write = alone and part.work.variant.parts == 1
+                can_write = alone and part.work.variant.parts == 1 and part.work.writing is not None
                 new = store.claim(layer, rows.dtype) if can_write else None
                 output = attend_decode(self.launcher, rows, layer, store, part.work, params, new)
                 parts.append(output)
@@ -199,37 +200,40 @@ class KernelBackend:
                 work = self._planner.plan(host, sequences, group, window, base)
                 add(work.with_plans(map(mx.array, work.plans)))
         variant = self._planner.prefill_variant(base)
-        tiled, gathered = self._split(host, many, window, variant)
-        if tiled:
-            for launch in plan_prefill(host, tiled, group, window, variant):
+        by_path = self._by_path(host, many, window, variant)
+        for sequence in by_path[PrefillPath.ROWS]:
+            work = self._planner.plan_rows(host, sequence, group, base)
+            add(work.with_plans(map(mx.array, work.plans)))
+        if by_path[PrefillPath.KERNEL]:
+            for launch in plan_prefill(host, by_path[PrefillPath.KERNEL], group, window, variant):
                 add(launch)
         gather = self._gathers.setdefault(base.pool, GatherVariant(base.pool))
-        for sequence in gathered:
+        for sequence in by_path[PrefillPath.GATHER]:
             add(plan_chunk(host, sequence, group, window, gather))
-        sequences = np.concatenate([single, few, np.array([*tiled, *gathered], np.intp)])
+        sequences = np.array([*single, *few, *itertools.chain(*by_path.values())], np.intp)
         flat = np.concatenate([np.arange(*host.query_start_loc[s : s + 2]) for s in sequences])
         if np.array_equal(flat, np.arange(len(flat))):
             return _Plan(tuple(parts), None, None)
         return _Plan(tuple(parts), mx.array(flat), mx.array(np.argsort(flat)))
 
-    def _split(
+    def _by_path(
         self,
         host: BatchArrays,
         sequences: npt.NDArray[np.intp],
         window: int | None,
         variant: PrefillVariant,
-    ) -> tuple[list[int], list[int]]:
-        """Sequences that go through the prefill kernel, and those that are gathered."""
-        tiled: list[int] = []
-        gathered: list[int] = []
+    ) -> dict[PrefillPath, list[int]]:
+        """Sequences with many rows by who attends them, in the order of the parts."""
+        paths = (PrefillPath.ROWS, PrefillPath.KERNEL, PrefillPath.GATHER)
+        by_path: dict[PrefillPath, list[int]] = {path: [] for path in paths}
         counts = np.diff(host.query_start_loc)
         for sequence in sequences.tolist():
             num_rows, end = int(counts[sequence]), int(host.context_lens[sequence])
             is_masked = window is not None and end > window
             num_tokens = min(end, num_rows + window - 1) if window is not None else end
-            is_tiled = self._chooser.takes_kernel(variant, num_rows, num_tokens, is_masked)
-            (tiled if is_tiled else gathered).append(sequence)
-        return tiled, gathered
+            path = self._chooser.choose(variant, num_rows, num_tokens, is_masked)
+            by_path[path].append(sequence)
+        return by_path
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Who attends a prefill chunk: ``prefill.metal``, or a gather and MLX's own attention."""
+"""Who attends a prefill chunk: ``prefill.metal``, MLX's own attention, or the decode kernel."""
 
 from __future__ import annotations
 
@@ -19,39 +19,54 @@ _MAX_HEAD_DIM = 128
 """Of the kernel, to be fast on Metal, and of cuDNN."""
 
 
+_MAX_ROWS = 256
+_MIN_BEFORE = 1024
+"""Short chunks, and long contexts."""
+
+
 class PrefillPath(StrEnum):
-    """Who attends prefill chunks."""
+    """Who attends prefill chunks.
+
+    ``kernel`` is ``prefill.metal``; ``gather`` MLX's own attention on gathered K and V; ``rows``
+    takes each row for a sequence, with a cascade for what lies before the chunk.
+    """
 
     AUTO = "auto"
     KERNEL = "kernel"
     GATHER = "gather"
+    ROWS = "rows"
 
 
 class PrefillChooser:
     """Chooses for each chunk.
+
+    A short chunk behind a long context has too few tiles to fill the GPU, and each is long: there
+    the context is cut across, as in decoding, and rows are taken one by one.
 
     On Metal the kernel is taken where it is expected to be faster: for types that the matrix units
     are fed from 16 bits, and head sizes that fit the registers well.
 
     On CUDA MLX's attention has larger matrices, and is several times faster. But it is cuDNN's,
     which makes a plan for each shape that it meets, and chunks come in ever new shapes. So a shape
-    goes by the kernel until that has cost as much as a plan: whatever comes, the time is at most
-    about twice that of the better choice.
+    goes by the kernel until that would have cost as much as a plan: whatever comes, the time is at
+    most about twice that of the better choice.
 
     Args:
-        path: Whom to take.
+        path: Whom to take, where it can.
         platform: Whose GPU.
+        wave: Threadgroups that it runs at once.
     """
 
-    def __init__(self, path: PrefillPath, platform: Platform) -> None:
+    def __init__(self, path: PrefillPath, platform: Platform, wave: int) -> None:
         self._path = path
         self._platform = platform
+        self._wave = wave
         self._work: OrderedDict[tuple[PrefillVariant, int, int, bool], int] = OrderedDict()
 
-    def takes_kernel(
+    def choose(
         self, variant: PrefillVariant, num_rows: int, num_tokens: int, is_masked: bool
-    ) -> bool:
-        """Whether a chunk goes through the kernel; on CUDA an answer counts as carried out.
+    ) -> PrefillPath:
+        """Who attends a chunk; on CUDA an answer counts as carried out.
 
         Args:
             variant: The kernel.
@@ -60,24 +75,30 @@ class PrefillChooser:
             is_masked: Whether a row sees fewer of them than causality allows.
         """
         if self._path is PrefillPath.GATHER or not variant.is_supported:
-            return False
-        if self._path is PrefillPath.KERNEL:
-            return True
+            return PrefillPath.GATHER
+        num_before = num_tokens - num_rows
+        can_be_rows = not is_masked and num_before >= variant.pool.block_size
+        if self._path is not PrefillPath.AUTO:
+            return self._path if can_be_rows else PrefillPath.KERNEL
+        if can_be_rows and num_rows <= _MAX_ROWS and num_before >= _MIN_BEFORE:
+            num_tiles = -(-num_rows * variant.factor // variant.vectors)
+            if 2 * num_tiles * variant.pool.num_kv_heads <= self._wave:
+                return PrefillPath.ROWS
         head_dim = max(variant.pool.k_head_dim, variant.pool.v_head_dim)
         is_small = (
             "float32" not in (variant.dtype, variant.pool.dtype) and head_dim <= _MAX_HEAD_DIM
         )
+        # On CUDA whatever is not small, or has a softcap, needs no plan.
+        if not is_small or (self._platform is Platform.CUDA and variant.softcap is not None):
+            return PrefillPath.GATHER
         if self._platform is Platform.METAL:
-            return is_small
-        # Whatever else there is needs no plans.
-        if not is_small or variant.softcap is not None:
-            return False
+            return PrefillPath.KERNEL
         shape = (variant, num_rows, num_tokens, is_masked)
-        spent = self._work.pop(shape, 0)
-        self._work[shape] = spent + _work(variant, num_rows, num_tokens)
+        spent = self._work.pop(shape, 0) + _work(variant, num_rows, num_tokens)
+        self._work[shape] = spent
         if len(self._work) > _MAX_SHAPES:
             self._work.popitem(last=False)
-        return spent < PLAN_WORK
+        return PrefillPath.KERNEL if spent < PLAN_WORK else PrefillPath.GATHER
 
 
 def _work(variant: PrefillVariant, num_rows: int, num_tokens: int) -> int:

@@ -1,8 +1,8 @@
-"""Measures on this GPU from where on attending shared tokens once is faster.
+"""Readies a backend for a model: compiles the ways to attend prompts, and measures a choice.
 
-What a cascade costs, a launch more and longer merges, and what it saves, reading the same blocks
-for each sequence, depend on the GPU, on the host and on the model. So both ways are timed, once,
-when a model is loaded.
+What it costs to attend shared tokens once, a launch more and longer merges, and what it saves,
+reading the same blocks for each sequence, depend on the GPU, on the host and on the model. So both
+ways are timed, once, when a model is loaded.
 """
 
 from __future__ import annotations
@@ -12,19 +12,21 @@ from collections.abc import Iterable
 
 import mlx.core as mx
 import numpy as np
+import numpy.typing as npt
 
 from pagedmlx.core.batch import BatchArrays, GroupArrays
 from pagedmlx.core.groups import KVGroup, KVGroupKind
 from pagedmlx.errors import KernelError, first_line
 from pagedmlx.kv.layout import AxisOrder, KVLayout, LayerShape
 from pagedmlx.kv.store import KVStore
-from pagedmlx.ops.base import AttentionParams, upload
+from pagedmlx.ops.base import AttentionParams, PagedBatch, upload
 from pagedmlx.ops.cascade import CascadePath
 from pagedmlx.ops.in_place import InPlaceWriter
 from pagedmlx.ops.kernels import KernelBackend
-from pagedmlx.ops.launch import Launcher
+from pagedmlx.ops.launch import Launcher, Platform
 from pagedmlx.ops.prefill import prefill_variant
-from pagedmlx.ops.variants import DecodeVariant
+from pagedmlx.ops.prefill_path import PrefillPath
+from pagedmlx.ops.variants import MAX_ROWS, DecodeVariant
 
 SHAPES = ((16, 8192), (16, 4096), (16, 2048), (8, 2048), (8, 1024), (4, 1024))
 """Sequences and the tokens that they share, which spare ever fewer."""
@@ -52,6 +54,7 @@ def tune(backend: KernelBackend) -> list[str]:
         if not prefill_variant(base).is_supported:
             continue
         try:
+            _compile_prefills(backend, base)
             threshold = measure_threshold(backend.launcher, backend.wave, base)
         except KernelError as error:
             return [f"shared beginnings: read for each sequence: {first_line(error)}"]
@@ -90,35 +93,72 @@ def measure_threshold(
     return threshold
 
 
-def _gain(launcher: Launcher, wave: int, base: DecodeVariant, count: int, shared: int) -> float:
-    """How many times faster a cascade is."""
-    pool = base.pool
-    num_blocks = (shared + count * _NUM_OWN) // pool.block_size
-    layout = KVLayout(
-        block_size=pool.block_size,
-        dtype=pool.dtype,
-        layers=(LayerShape(pool.num_kv_heads, pool.k_head_dim, pool.v_head_dim),),
-        groups=(KVGroup(KVGroupKind.FULL, (0,)),),
-        order=AxisOrder.SLOT_MAJOR if pool.slot_major else AxisOrder.HEAD_MAJOR,
-    )
-    store = KVStore(layout, (num_blocks,), 0.01, InPlaceWriter(launcher))
-    batch = upload(_lay_out(count, shared, pool.block_size))
-    num_heads = pool.num_kv_heads * base.factor
-    params = AttentionParams(
-        scale=base.scale,
-        softcap=base.softcap,
-        sinks=mx.zeros(num_heads) if base.sinks else None,
-    )
-    dtype: mx.Dtype = getattr(mx, base.dtype)
-    queries, keys, values = (
-        mx.random.normal((count, heads, head_dim)).astype(dtype)
-        for heads, head_dim in (
-            (num_heads, pool.k_head_dim),
-            (pool.num_kv_heads, pool.k_head_dim),
-            (pool.num_kv_heads, pool.v_head_dim),
+def _compile_prefills(backend: KernelBackend, base: DecodeVariant) -> None:
+    """Attend a short chunk in every way that may be chosen later."""
+    ways = {PrefillPath.KERNEL, PrefillPath.ROWS}
+    if backend.launcher.platform is Platform.CUDA:
+        ways.add(PrefillPath.GATHER)
+    num_rows = 2 * MAX_ROWS
+    num_blocks = -(-num_rows // base.pool.block_size) + 1
+    tables = np.arange(num_blocks, dtype=np.int32)[None]
+    end = num_blocks * base.pool.block_size
+    layer = _Layer(backend.launcher, base, num_blocks, num_rows)
+    batch = upload(_lay_out(tables, np.array([end], np.int32), num_rows, base.pool.block_size))
+    for way in sorted(ways):
+        layer.attend(KernelBackend(backend.launcher, backend.wave, prefill=way), batch, 1)
+
+
+class _Layer:
+    """A layer of its own kind, with a pool."""
+
+    def __init__(
+        self, launcher: Launcher, base: DecodeVariant, num_blocks: int, num_rows: int
+    ) -> None:
+        pool = base.pool
+        layout = KVLayout(
+            block_size=pool.block_size,
+            dtype=pool.dtype,
+            layers=(LayerShape(pool.num_kv_heads, pool.k_head_dim, pool.v_head_dim),),
+            groups=(KVGroup(KVGroupKind.FULL, (0,)),),
+            order=AxisOrder.SLOT_MAJOR if pool.slot_major else AxisOrder.HEAD_MAJOR,
         )
-    )
-    mx.eval(queries, keys, values)
+        self._store = KVStore(layout, (num_blocks,), 0.01, InPlaceWriter(launcher))
+        num_heads = pool.num_kv_heads * base.factor
+        self._params = AttentionParams(
+            scale=base.scale,
+            softcap=base.softcap,
+            sinks=mx.zeros(num_heads) if base.sinks else None,
+        )
+        dtype: mx.Dtype = getattr(mx, base.dtype)
+        self._queries, self._keys, self._values = (
+            mx.random.normal((num_rows, heads, head_dim)).astype(dtype)
+            for heads, head_dim in (
+                (num_heads, pool.k_head_dim),
+                (pool.num_kv_heads, pool.k_head_dim),
+                (pool.num_kv_heads, pool.v_head_dim),
+            )
+        )
+        mx.eval(self._queries, self._keys, self._values)
+
+    def attend(self, backend: KernelBackend, batch: PagedBatch, times: int) -> None:
+        """Write and attend so many times, each depending on the one before, and wait."""
+        output = self._queries
+        for _ in range(times):
+            self._store.write(0, self._keys, self._values, batch.groups[0].slot_mapping)
+            output = backend.attend(output, 0, 0, self._store, batch, self._params)
+            output = self._queries + output[..., :1]
+        self._store.commit(output)
+
+
+def _gain(launcher: Launcher, wave: int, base: DecodeVariant, count: int, shared: int) -> float:
+    """How many times faster a cascade is, for sequences with some tokens of their own."""
+    block_size = base.pool.block_size
+    common = np.arange(shared // block_size)
+    own = len(common) + np.arange(count * _NUM_OWN // block_size).reshape(count, -1)
+    tables = np.concatenate([np.tile(common, (count, 1)), own], axis=1).astype(np.int32)
+    ends = np.full(count, shared + _NUM_OWN, np.int32)
+    batch = upload(_lay_out(tables, ends, 1, block_size))
+    layer = _Layer(launcher, base, int(tables.max()) + 1, count)
     backends = [
         KernelBackend(launcher, wave, cascade=path) for path in (CascadePath.OFF, CascadePath.ON)
     ]
@@ -127,40 +167,35 @@ def _gain(launcher: Launcher, wave: int, base: DecodeVariant, count: int, shared
         for backend, times in zip(backends, seconds, strict=True):
             mx.synchronize()
             start = time.perf_counter()
-            output = queries
-            for _ in range(_CHAIN):
-                store.write(0, keys, values, batch.groups[0].slot_mapping)
-                output = backend.attend(output, 0, 0, store, batch, params)
-                output = queries + output[..., :1]
-            store.commit(output)
+            layer.attend(backend, batch, _CHAIN)
             times.append(time.perf_counter() - start)
     off, on = (min(times[1:]) for times in seconds)  # the first round compiles
     return off / on
 
 
-def _lay_out(count: int, shared: int, block_size: int) -> BatchArrays:
-    """Sequences that decode a token behind what they share and some tokens of their own."""
-    end = shared + _NUM_OWN
-    common = np.arange(shared // block_size)
-    own = len(common) + np.arange(count * _NUM_OWN // block_size).reshape(count, -1)
-    tables = np.concatenate([np.tile(common, (count, 1)), own], axis=1).astype(np.int32)
+def _lay_out(
+    tables: npt.NDArray[np.int32], ends: npt.NDArray[np.int32], num_rows: int, block_size: int
+) -> BatchArrays:
+    """Sequences that end there and compute so many rows each, in blocks of these tables."""
+    count = len(tables)
+    positions = (ends[:, None] - num_rows + np.arange(num_rows)).astype(np.int32)
+    blocks = np.take_along_axis(tables, positions // block_size, axis=1).astype(np.int64)
+    starts = num_rows * np.arange(count + 1, dtype=np.int32)
     nothing = np.empty(0, np.int32)
-    rows = np.arange(count, dtype=np.int32)
+    group = GroupArrays(
+        slot_mapping=(blocks * block_size + positions % block_size).ravel(),
+        block_tables=tables,
+        copy_src=nothing,
+        copy_dst=nothing,
+    )
     return BatchArrays(
         sequences=(),
-        num_decodes=count,
-        token_ids=np.zeros(count, np.int32),
-        positions=np.full(count, end - 1, np.int32),
-        query_start_loc=np.arange(count + 1, dtype=np.int32),
-        context_lens=np.full(count, end, np.int32),
-        sample_rows=rows,
+        num_decodes=count if num_rows == 1 else 0,
+        token_ids=np.zeros(count * num_rows, np.int32),
+        positions=positions.ravel(),
+        query_start_loc=starts,
+        context_lens=ends,
+        sample_rows=starts[1:] - 1,
         sample_sequences=(),
-        groups=(
-            GroupArrays(
-                slot_mapping=tables[:, -1].astype(np.int64) * block_size + block_size - 1,
-                block_tables=tables,
-                copy_src=nothing,
-                copy_dst=nothing,
-            ),
-        ),
+        groups=(group,),
     )

@@ -75,6 +75,7 @@ def make_work_list(
     block_tables: Int32Array,
     chunks: int | npt.NDArray[np.int64],
     window: int | None,
+    table_rows: npt.NDArray[np.intp] | None = None,
 ) -> WorkList:
     """Cut the tokens [low, end) of every sequence at multiples of its chunk.
 
@@ -82,11 +83,14 @@ def make_work_list(
         num_rows: (S,) rows of each sequence, which lie one after the other.
         lows: (S,) first token that any row of a sequence sees.
         ends: (S,) one past the last.
-        block_tables: (S, B); negative where there is none.
+        block_tables: (S, B), or fewer with ``table_rows``; negative where there is none.
         chunks: Tokens of a chunk, or (S,) one for each sequence.
         window: Tokens that a row sees; None is all.
+        table_rows: (S,) whose table each sequence has; its own if None.
     """
     num_seqs = len(num_rows)
+    if table_rows is None:
+        table_rows = np.arange(num_seqs)
     chunk = np.broadcast_to(chunks, (num_seqs,))
     counts = _counts(lows, ends, chunk)
     first_items = np.cumsum(counts) - counts
@@ -106,7 +110,7 @@ def make_work_list(
     items[:, 2] = np.maximum(lows[owners], index * chunk[owners])
     items[:, 3] = np.minimum(ends[owners], (index + 1) * chunk[owners])
     items[:, 4] = ends[owners]
-    items[:, 5] = tables_at + owners * width
+    items[:, 5] = tables_at + table_rows[owners] * width
     items[:, 6] = np.arange(num_items)
     rows = plan[merge_at:tables_at].reshape(total_rows, MERGE_ROW)
     row_owners = np.repeat(np.arange(num_seqs), num_rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -27,6 +28,29 @@ def test_however_the_work_is_cut_the_answer_stays(wave: int) -> None:
     launcher = FiberLauncher()
     case = make_case(SPANS, factor=4, k_head_dim=64, v_head_dim=64, writer=InPlaceWriter(launcher))
     case.check(KernelBackend(launcher, wave), PARAMS)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"sinks": True}, {"softcap": 20.0}, {"decode": "matrices"}]
+)
+def test_chunks_by_rows_give_the_answer_beside_others(settings: dict[str, Any]) -> None:
+    launcher = FiberLauncher()
+    spans = [(40, 1), (600, 40), (0, 30), (90, 3), (49, 17), (10, 20)]
+    case = make_case(spans, factor=8, k_head_dim=64, v_head_dim=64, writer=InPlaceWriter(launcher))
+    sinks = mx.array(np.linspace(-2.0, 3.0, 16, dtype=np.float32)) if "sinks" in settings else None
+    params = AttentionParams(scale=0.125, sinks=sinks, softcap=settings.get("softcap"))
+    decode = settings.get("decode", "lanes")
+    for wave in (1, 1 << 20):
+        backend = KernelBackend(launcher, wave, prefill="rows", decode=decode)
+        case.check(backend, params)
+
+
+def test_rows_of_a_chunk_are_written_before_they_see_each_other() -> None:
+    launcher = FiberLauncher()
+    case = make_case([(40, 20)], k_head_dim=64, v_head_dim=64, writer=InPlaceWriter(launcher))
+    write_step(case)
+    case.check(KernelBackend(launcher, prefill="rows"), PARAMS)
+    assert [name for name in launcher.executed if "write" in name]
 
 
 def test_few_short_sequences_get_more_simdgroups() -> None:
