@@ -45,6 +45,7 @@ async def obey(app: ChatApp, pane: ConversationPane, command: Command, rest: str
             name, _, value = rest.replace("=", " ", 1).partition(" ")
             conversation.params = with_setting(conversation.params, name, value)
             pane.show_status()
+            app.tell(f"{name} is {value.strip() or 'none'} from now on")
         case "n":
             await _candidates(pane, rest)
         case "retry":
@@ -64,6 +65,10 @@ async def obey(app: ChatApp, pane: ConversationPane, command: Command, rest: str
             app.action_saved(rest)
         case "rename":
             _rename(app, pane, rest)
+        case "delete" if rest:
+            raise InvalidRequestError(
+                "/delete", f"is of this conversation, not of {rest!r}", hint="/load finds others"
+            )
         case "delete":
             await pane.stopped()
             app.store.delete(conversation.conversation_id)

@@ -275,6 +275,8 @@ def test_settings_are_explained_and_a_value_that_cannot_be_is_refused() -> None:
         ("/hepl", "did you mean /help?"),
         ("/set temp warm", "'warm' is not a number"),
         ("/set", ""),
+        ("/set max_tokens=40", "max_tokens is 40 from now on"),
+        ("/delete that", "is of this conversation, not of 'that'"),
         ("/n many", "'many' is not a whole number"),
         ("/n 99999 why?", "must be between"),
         ("/rename", "needs a title"),
@@ -286,7 +288,7 @@ def test_settings_are_explained_and_a_value_that_cannot_be_is_refused() -> None:
         ("/save", "saved in memory only"),
     ],
 )
-def test_a_command_that_cannot_be_done_says_why(command: str, answer: str) -> None:
+def test_a_command_says_what_it_did_or_why_it_cannot(command: str, answer: str) -> None:
     async def story(app: ChatApp, pilot: Pilot[int]) -> None:
         await say(pilot, command)
         if answer:
