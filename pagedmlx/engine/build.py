@@ -14,11 +14,13 @@ from pagedmlx.core.scheduler import Scheduler
 from pagedmlx.engine.engine import Engine
 from pagedmlx.engine.grammars import grammar_backend
 from pagedmlx.engine.inputs import EngineLimits
+from pagedmlx.engine.limits import MemoryLimits
 from pagedmlx.engine.memory import (
     PoolPlan,
     device_memory_bytes,
     max_chunk,
     measure_headroom,
+    memory_limit,
     plan_pool,
 )
 from pagedmlx.engine.runner import ModelRunner
@@ -72,6 +74,7 @@ def build_engine(
     with ExitStack() as undo:
         fuse_projections(loaded.model)
         on_progress("checking the model against mlx-lm", None)
+        limit = memory_limit(config, loaded.parameter_bytes)
         adapter, writer, attention = _adapt(loaded, config, undo)
         on_gpu = mx.default_device() == mx.Device(mx.gpu)
         plan = plan_pool(
@@ -98,6 +101,8 @@ def build_engine(
         if isinstance(adapter.backend, KernelBackend):
             on_progress("measuring", None)
             attention += tune(adapter.backend)
+        memory_limits = MemoryLimits(limit)
+        undo.callback(memory_limits.undo)
         on_progress("allocating the pool", None)
         config = replace(config, max_num_seqs=plan.max_num_seqs)
         embedding = loaded.embedding
@@ -122,7 +127,7 @@ def build_engine(
                 config,
                 max_prompt_logits=max(1, MAX_PROMPT_LOGITS // adapter.vocab_size),
             ),
-            ModelRunner(adapter, store, Sampler()),
+            ModelRunner(adapter, store, Sampler(), memory_limits.undo),
             tokenizer,
             limits,
             block_bytes=plan.block_bytes,

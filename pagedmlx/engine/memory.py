@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from pagedmlx.config import EngineConfig
 from pagedmlx.core.groups import Windows
+from pagedmlx.engine.limits import MemoryLimits
 from pagedmlx.errors import InvalidRequestError
 from pagedmlx.kv.layout import KVLayout
 from pagedmlx.kv.writer import PoolWriter
@@ -32,6 +33,8 @@ MIN_WINDOWED_TOKENS = 1024
 at least so many tokens."""
 
 CPU_HEADROOM_BYTES = 1 << 30
+
+_RUNNING_AHEAD = 2
 
 STATE_ONLY_TOKENS = 1 << 20
 """Tokens that the pool counts for a model that keeps no K and V: its blocks take no memory."""
@@ -75,6 +78,9 @@ def device_memory_bytes() -> int:
 def measure_headroom(adapter: ModelAdapter, config: EngineConfig, writer: PoolWriter) -> int:
     """Bytes that the largest step needs besides weights and pool, by running one such chunk.
 
+    MLX waits for the device meanwhile, so that it is what a step can't do without; with as much
+    again it can run ahead a little.
+
     On the CPU, where that would take seconds and the default pool is small, a fixed amount.
 
     Args:
@@ -90,10 +96,31 @@ def measure_headroom(adapter: ModelAdapter, config: EngineConfig, writer: PoolWr
     mx.clear_cache()
     mx.reset_peak_memory()
     before = mx.get_active_memory()
-    run_dummy_chunk(adapter, num_rows, writer)
+    limits = MemoryLimits(before)
+    try:
+        run_dummy_chunk(adapter, num_rows, writer)
+    finally:
+        limits.undo()
     peak = mx.get_peak_memory() - before
     mx.clear_cache()
-    return peak * -(-config.max_num_batched_tokens // num_rows)
+    return _RUNNING_AHEAD * peak * -(-config.max_num_batched_tokens // num_rows)
+
+
+def memory_limit(config: EngineConfig, parameter_bytes: int) -> int | None:
+    """What MLX may use in all, so that an engine stays within its share of the device.
+
+    Args:
+        config: The user's wishes.
+        parameter_bytes: Size of the weights, which are there already.
+
+    Returns:
+        Bytes, what others use in this process included; None where no share counts.
+    """
+    on_gpu = mx.default_device() == mx.Device(mx.gpu)
+    if not on_gpu or config.num_blocks is not None or config.kv_cache_memory is not None:
+        return None
+    others = max(0, mx.get_active_memory() - parameter_bytes)
+    return others + int(device_memory_bytes() * config.gpu_memory_utilization)
 
 
 def plan_pool(

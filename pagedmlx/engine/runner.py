@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
@@ -45,13 +46,21 @@ class ModelRunner:
         adapter: The model.
         store: The pool's arrays.
         sampler: Chooses tokens.
+        on_close: Called when model and pool are dropped.
 
     Attributes:
         depth: How many steps may be under way when another one is dispatched.
     """
 
-    def __init__(self, adapter: ModelAdapter, store: KVStore, sampler: Sampler) -> None:
+    def __init__(
+        self,
+        adapter: ModelAdapter,
+        store: KVStore,
+        sampler: Sampler,
+        on_close: Callable[[], None] = lambda: None,
+    ) -> None:
         self._adapter = adapter
+        self._on_close = on_close
         self._store = store
         self._chooser = TokenChooser(sampler)
         self._under_way: deque[_UnderWay] = deque()
@@ -138,6 +147,7 @@ class ModelRunner:
     def close(self) -> None:
         """Drop model and pool and give their memory back; the runner can't be used any more."""
         self._adapter.close()
+        self._on_close()
         self._under_way.clear()
         del self._adapter, self._store
         release_mlx()
