@@ -71,6 +71,8 @@ class Measurements:
         return rows
 
     def _one_gap(self, engine: Engine) -> dict[str, Any]:
+        # What is made at the first use of large steps isn't what is measured.
+        self._first_token(engine, "warm-up", self._prompt(1000))
         add(engine, "stream", self._prompt(64), max_tokens=self._scaled(4000))
         moments: list[float] = []
 
