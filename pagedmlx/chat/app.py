@@ -30,6 +30,7 @@ from pagedmlx.chat.screens.saved import SavedScreen
 from pagedmlx.chat.screens.settings import SettingsScreen
 from pagedmlx.chat.session import Conversation
 from pagedmlx.chat.store import Store, StoreError
+from pagedmlx.chat.watching import Watching
 from pagedmlx.chat.widgets.banner import Banner
 from pagedmlx.chat.widgets.block_map import BlockMap
 from pagedmlx.chat.widgets.markdown import GrowingMarkdown
@@ -38,11 +39,6 @@ from pagedmlx.chat.widgets.panel import MemoryPanel
 from pagedmlx.errors import PagedMLXError
 
 EXIT_TERMINATED = 128 + signal.SIGTERM
-
-_MAP_S, _IDLE_S = 0.1, 0.4
-_MAX_FRAME_S = 0.5
-_FRAME_SHARE = 0.03
-"""Part of a core that the screen may take from the model; a slow machine draws less often."""
 
 _SAVE_S = 1.0
 _AGAIN_S = 2.0
@@ -73,6 +69,7 @@ class ChatApp(App[int]):
         self._slot_of: dict[str, int] = {}
         self._interrupted_s = float("-inf")
         self._leaving = False
+        self.watching = Watching(self)
         self.saving = Saving(options.store_path, self._complain_later)
 
     def compose(self) -> ComposeResult:
@@ -94,7 +91,7 @@ class ChatApp(App[int]):
         self.theme_changed_signal.subscribe(self, lambda theme: self.saving.keep_theme(theme.name))
         await self.open(self.new_conversation())
         self.set_interval(_SAVE_S, self._save_all)
-        self.run_worker(self._watch())
+        self.run_worker(self.watching.run(), group="watch")
         if self.options.model is None:
             self.pick_model()
         else:
@@ -133,6 +130,11 @@ class ChatApp(App[int]):
             self.push_screen(PickerScreen(problem), take)
         else:
             self.query_one(Banner).say(f"{problem}; /model tries again, Ctrl+Q leaves")
+
+    def show_loading(self) -> None:
+        """Say how far the loading is, if a model is being loaded."""
+        if self._loading.stage is not None:
+            self.query_one(Banner).say_stage(*self._loading.stage)
 
     async def _load(self, name: str) -> None:
         before = self._loading.give_up()
@@ -370,7 +372,8 @@ class ChatApp(App[int]):
         self.call_later(self.action_leave, EXIT_TERMINATED)
 
     async def _leave(self, code: int) -> None:
-        self.workers.cancel_group(self, "load")
+        for group in ("load", "watch"):
+            self.workers.cancel_group(self, group)
         for pane in self.panes:
             pane.stop()
         for pane in self.panes:
@@ -379,47 +382,6 @@ class ChatApp(App[int]):
         self.left_behind = not await self._loading.close()
         self.store.close()
         self.exit(code, return_code=code)
-
-    # What is shown of the engine.
-
-    async def _watch(self) -> None:
-        looking = asyncio.create_task(self.look())
-        looked_s = drawn_s = time.monotonic()
-        used_s = time.thread_time()
-        try:
-            while not self._leaving:
-                began_s = time.monotonic()
-                is_busy = any(pane.is_busy for pane in self.panes)
-                if looking.done() and (is_busy or began_s - looked_s >= _IDLE_S):
-                    looking.result()
-                    looking, looked_s = asyncio.create_task(self.look()), began_s
-                # Painted together, text and map cost half; text waits for no endpoint, though.
-                await asyncio.wait({looking}, timeout=_MAX_FRAME_S)
-                # All that this thread did since it drew last: text, layout, map and painting.
-                wanted_s = min(_MAX_FRAME_S, (time.thread_time() - used_s) / _FRAME_SHARE)
-                if time.monotonic() - drawn_s >= wanted_s:
-                    drawn_s, used_s = time.monotonic(), time.thread_time()
-                    self._draw()
-                await asyncio.sleep(max(0.0, began_s + _MAP_S - time.monotonic()))
-        finally:
-            looking.cancel()
-
-    async def look(self) -> None:
-        """Show which blocks are whose now; the engine isn't asked while the memory is hidden."""
-        panel = self.query_one(MemoryPanel)
-        if self.client is None or not panel.display:
-            return
-        snapshot = await self.client.snapshot()
-        if self.client is not None:
-            panel.show(snapshot, time.monotonic())
-
-    def _draw(self) -> None:
-        if self._loading.stage is not None:
-            self.query_one(Banner).say_stage(*self._loading.stage)
-        self.pane.draw()
-        if self.client is not None:
-            now_s, ttft_s = time.monotonic(), self.pane.progress.ttft_s
-            self.query_one(MemoryPanel).show_numbers(self.client.max_len, ttft_s, now_s)
 
     def _title_of(self, slot: int) -> str:
         titles = (each.conversation.shown_title for each in self.panes if each.slot == slot)

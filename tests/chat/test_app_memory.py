@@ -182,7 +182,7 @@ def test_a_hidden_map_asks_the_engine_nothing() -> None:
             await until(pilot, lambda: not app.query_one(MemoryPanel).display)
             before = client.count
             for _ in range(3):
-                await app.look()
+                await app.watching.look()
             assert client.count == before
             await pilot.press("f2")
             await until(pilot, lambda: client.count > before)

@@ -110,12 +110,15 @@ class BlockMap(Widget, can_focus=True):
         """Blocks in one cell."""
         return self._cells.per_cell if self._cells is not None else 1
 
-    def show(self, history: BlockHistory) -> None:
-        """Show what the history says by now; only rows that differ are made and drawn."""
+    def show(self, history: BlockHistory) -> bool:
+        """Show what the history says by now, and tell whether any cell looks different.
+
+        Only rows that differ are made and drawn.
+        """
         self._history = history
         width, height = self.size
         if history.snapshot is None or not width or not height:
-            return
+            return False
         self.group = min(self.group, len(history.snapshot.pools) - 1)
         size = history.snapshot.pools[self.group].owners.size
         self._cell_width, self._step = _fitting(width, height, size)
@@ -139,6 +142,7 @@ class BlockMap(Widget, can_focus=True):
         for y in changed:
             self._rows[y] = self._row(y * per_row, per_row)
             self.refresh(Region(0, y * self._step, width, 1))
+        return bool(changed)
 
     def render_line(self, y: int) -> Strip:
         """A row of cells, or the gap below one."""

@@ -19,6 +19,9 @@ from pagedmlx.chat.pieces import GrowingText
 from pagedmlx.chat.widgets.ink import Ink
 
 _ENDLESS = 2**31
+_ROOM = 4
+"""An answer that grows gets room for so many lines at once: a layout costs more than they do."""
+
 _INKS = ("primary", "secondary", "accent", "success", "warning", "error")
 _COLOURS = ("surface", *(f"text-{name}" for name in _INKS))
 
@@ -77,6 +80,7 @@ class GrowingMarkdown(Widget):
             is_done: Whether it will not go on.
         """
         kept = self._text.take(text)
+        height, num_lines = self._height, len(self._strips)
         if is_done and not self._is_done and self._text.pieces:
             last = len(self._text.pieces) - 1
             kept = last if kept is None else min(kept, last)
@@ -86,23 +90,28 @@ class GrowingMarkdown(Widget):
         self._num_drawn = min(self._num_drawn, kept)
         if not self._width or not self.is_attached:
             return
-        height = len(self._strips)
-        first = self._starts[kept] if kept < len(self._starts) else height
+        first = self._starts[kept] if kept < len(self._starts) else num_lines
         before = self._strips[first:]
         self._draw()
         for old, new in zip(before, self._strips[first:], strict=False):
             if old != new:
                 break
             first += 1
-        rest = Region(0, first, self._width, max(1, len(self._strips) - first))
-        self.refresh(rest, layout=len(self._strips) != height)
+        end = max(num_lines, len(self._strips), first + 1)
+        rest = Region(0, first, self._width, end - first)
+        self.refresh(rest, layout=self._height != height)
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
         """Lines at this width."""
         if width != self._width:
             self._width, self._num_drawn = width, 0
         self._draw()
-        return len(self._strips)
+        return self._height
+
+    @property
+    def _height(self) -> int:
+        step = 1 if self._is_done else _ROOM
+        return -(-len(self._strips) // step) * step
 
     def notify_style_update(self) -> None:
         """Take another theme's colours."""
@@ -144,7 +153,8 @@ class GrowingMarkdown(Widget):
             marked = self.screen.get_component_rich_style("screen--selection")
             chosen = Segment.apply_style(painted.crop(start, end), post_style=marked)
             return Strip.join([painted.crop(0, start), Strip(chosen), painted.crop(end)])
-        self._painted[y] = painted
+        if y < len(self._strips):
+            self._painted[y] = painted
         return painted
 
     def get_selection(self, selection: Selection) -> tuple[str, str] | None:

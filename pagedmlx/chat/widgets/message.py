@@ -67,6 +67,10 @@ class MessageView(Vertical, can_focus=True):
         self._speaker = speaker
         self._candidate = candidate
         self._versions = (1, 1)
+        # These are seldom needed, and a widget costs something even where it isn't seen.
+        self._error = Line(wraps=True, classes="error")
+        self._thoughts = Line(wraps=True, classes="thoughts")
+        self._reasoning = Collapsible(self._thoughts, title="reasoning", classes="reasoning")
         self.set_class(candidate > 0, "-candidate")
 
     @property
@@ -78,19 +82,12 @@ class MessageView(Vertical, can_focus=True):
         """Build the parts."""
         yield Line(classes="header")
         if self.message.role == ASSISTANT:
-            yield Collapsible(
-                Line(wraps=True, classes="thoughts"), title="reasoning", classes="reasoning"
-            )
             yield GrowingMarkdown()
         else:
             yield Static(Content(visible(self.message.text)), classes="said")
-        yield Line(wraps=True, classes="error")
 
     def on_mount(self) -> None:
         """Fill the parts."""
-        self.query_one(".error").display = False
-        if self.message.role == ASSISTANT:
-            self.query_one(Collapsible).display = False
         self.show(self.message, self._versions)
 
     def show(self, message: Message, versions: tuple[int, int]) -> None:
@@ -103,17 +100,16 @@ class MessageView(Vertical, can_focus=True):
         self.message, self._versions = message, versions
         self.query_one(".header", Line).say(self._header())
         self.set_class(message.status == STREAMING, "-streaming")
-        if message.error:
-            error = self.query_one(".error", Line)
-            error.say(Content(visible(message.error)))
-            error.display = True
+        if message.error and not self._error.is_attached:
+            self.mount(self._error)
+        self._error.say(Content(visible(message.error)))
         if message.role == ASSISTANT:
             parts = split_reasoning(message.text)
-            folded = self.query_one(Collapsible)
             if parts.reasoning:
-                folded.display = True
-                folded.title = "reasoning…" if parts.is_thinking else "reasoning"
-                self.query_one(".thoughts", Line).say(Content(visible(parts.reasoning)))
+                if not self._reasoning.is_attached:
+                    self.mount(self._reasoning, before="GrowingMarkdown")
+                self._reasoning.title = "reasoning…" if parts.is_thinking else "reasoning"
+                self._thoughts.say(Content(visible(parts.reasoning)))
             is_done = message.status != STREAMING
             self.query_one(GrowingMarkdown).show(parts.answer, is_done=is_done)
 
@@ -142,6 +138,7 @@ class MessageView(Vertical, can_focus=True):
             notes.append(f"← {place}/{count} →")
         if self.message.status in _STATUS:
             notes.append(_STATUS[self.message.status])
-        if self.message.num_tokens:
+        # While it grows the status line counts, and needn't be drawn at every word.
+        if self.message.num_tokens and self.message.status != STREAMING:
             notes.append(f"{self.message.num_tokens} tokens")
         return Content.assemble((visible(name), "bold"), ("  " + " · ".join(notes), "dim"))

@@ -231,9 +231,11 @@ class ConversationPane(TabPane):
         self._candidates = ids if count > 1 else ()
         self._work = self.run_worker(self._answer(ids), exit_on_error=False)
         self._host.save(self.conversation)
-        self._host.note_change(self)
-        await self.sync()
-        self.transcript.follow()
+        # All of it is laid out once.
+        with self.app.batch_update():
+            self._host.note_change(self)
+            await self.sync()
+            self.transcript.follow()
         if self.display:
             self.prompt.focus()
 
@@ -255,8 +257,6 @@ class ConversationPane(TabPane):
         dirty, self.progress.dirty = self.progress.dirty, set()
         for message_id in dirty:
             self.transcript.refresh_message(message_id)
-        if dirty:
-            self.show_status()
 
     def _finish(self) -> None:
         self.draw()

@@ -15,7 +15,6 @@ from pagedmlx.chat.widgets.line import Line
 from pagedmlx.core.snapshot import EngineSnapshot, SequenceSnapshot
 
 _NO_MAP = "This endpoint does not tell what is in its memory, so there is no block map."
-_NUMBERS_S = 0.4
 _MAX_WAITING = 4
 _MAX_HOLDERS = 3
 
@@ -32,7 +31,6 @@ class MemoryPanel(Vertical):
         super().__init__()
         self.history = BlockHistory()
         self._slot_of, self._title_of = slot_of, title_of
-        self._told_s = float("-inf")
 
     def compose(self) -> ComposeResult:
         """Build the parts."""
@@ -42,17 +40,22 @@ class MemoryPanel(Vertical):
         yield Line(wraps=True, classes="detail")
         yield Line(wraps=True, classes="queue")
 
-    def show(self, snapshot: EngineSnapshot | None, now_s: float) -> None:
-        """Show whose blocks are whose; None says that the engine will never tell."""
+    def show(self, snapshot: EngineSnapshot | None, now_s: float) -> bool:
+        """Show whose blocks are whose, and tell whether that has changed.
+
+        Args:
+            snapshot: What the engine says; None says that it never will.
+            now_s: Any clock that goes on.
+        """
         self.set_class(snapshot is None, "-silent")
         if snapshot is None:
             self.query_one(".legend", Line).say(Content(_NO_MAP))
-        else:
-            self.history.add(snapshot, self._slot_of, now_s)
-            self.query_one(BlockMap).show(self.history)
+            return False
+        self.history.add(snapshot, self._slot_of, now_s)
+        return self.query_one(BlockMap).show(self.history)
 
     def show_numbers(self, max_len: int | None, ttft_s: float | None, now_s: float) -> None:
-        """Show all but the map, unless that was done just now: nobody reads faster.
+        """Show all but the map.
 
         Args:
             max_len: Tokens of the longest sequence, if that is known.
@@ -60,9 +63,8 @@ class MemoryPanel(Vertical):
             now_s: Any clock that goes on.
         """
         snapshot = self.history.snapshot
-        if snapshot is None or self.has_class("-silent") or now_s - self._told_s < _NUMBERS_S:
+        if snapshot is None or self.has_class("-silent"):
             return
-        self._told_s = now_s
         blocks = self.query_one(BlockMap)
         self.query_one(".legend", Line).say(legend(blocks.per_cell, blocks.size.width))
         self.query_one(Gauges).show(snapshot.stats, savings(snapshot, max_len), ttft_s, now_s)
