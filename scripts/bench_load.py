@@ -42,9 +42,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     add = parser.add_argument
     add("--model", default="8b", help="8b, 8b-4bit, mini, or as pagedmlx takes it")
-    add("--json", required=True, metavar="FILE", help="report; - is stdout")
+    add("--json", required=True, metavar="FILE", help="report, written after each case")
     add("--cases", default=",".join((*CASES, CHAT)))
-    add("--chunk", type=int, metavar="N", help="pagedmlx's prefill_chunk_size")
+    add("--rows", type=int, metavar="N", help="most tokens that a step of pagedmlx computes")
     add("--scale", type=float, default=1.0, help="of all lengths; for tests")
     options = parser.parse_args()
     names = options.cases.split(",")
@@ -52,7 +52,9 @@ def main() -> int:
         parser.error(f"--cases: no case {', '.join(sorted(unknown))}")
     shape = SHAPES.get(options.model)
     vocab_size = shape["vocab_size"] if shape else inspect(options.model)["vocab_size"]
-    settings = {} if options.chunk is None else {"prefill_chunk_size": options.chunk}
+    settings = {}
+    if options.rows is not None:
+        settings = {"prefill_chunk_size": options.rows, "max_num_batched_tokens": options.rows}
     report: dict[str, Any] = {"model": options.model, "settings": settings, "cases": {}}
     for name in names:
         jobs = make_jobs(name, options.scale, vocab_size)
@@ -61,7 +63,7 @@ def main() -> int:
         except RealRunError as error:  # the other cases are still wanted
             report["cases"][name] = {"error": str(error)}
             note(f"{name}: {error}")
-    save(report, options.json)
+        save(report, options.json)  # what is there so far, should a later case never end
     return 1 if any("error" in each for each in report["cases"].values()) else 0
 
 

@@ -130,6 +130,7 @@ class ModelAdapter:
 
     def _compiled_for(self, store: KVStore, backend: PlansAhead) -> CompiledDecode:
         if self._compiled is None or self._compiled[0] is not store:
+            self.drop_graphs()
             self._compiled = store, CompiledDecode(self._logits_of_tokens, backend, store)
         return self._compiled[1]
 
@@ -242,11 +243,13 @@ class ModelAdapter:
 
     def drop_graphs(self) -> None:
         """Forget compiled steps, which hold the pool's arrays; they are compiled anew."""
+        if self._compiled is not None:
+            self._compiled[1].drop()
         self._compiled = None
 
     def close(self) -> None:
         """Release the attention hook; the model is mlx-lm's again. Idempotent."""
-        self._compiled = None
+        self.drop_graphs()
         self._hook.undo()
 
     def __enter__(self) -> Self:

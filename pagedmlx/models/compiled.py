@@ -91,6 +91,13 @@ class CompiledDecode:
         self._store.wrote(token)
         return logits
 
+    def drop(self) -> None:
+        """Forget all graphs, and with them the pool's arrays that they hold, at once.
+
+        They refer to this object, so without a word they would live until Python looks for circles.
+        """
+        self._graphs.clear()
+
     def _graph(
         self, shape: tuple[object, ...], batch: PagedBatch, plans: Plans
     ) -> Callable[..., Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -55,6 +56,7 @@ class Decoding:
         self.backend = Backend()
         self.num_runs = 0
         self.fails = False
+        self.pool = mx.zeros(8, mx.int32)
         self.compiled = CompiledDecode(self.run, self.backend, self.store)
 
     def run(self, batch: PagedBatch, store: Any) -> mx.array:
@@ -65,7 +67,7 @@ class Decoding:
         assert self.backend.followed is not None
         slots = batch.groups[0].slot_mapping[: batch.host.num_rows]
         rows = batch.token_ids + 10 * batch.positions + slots
-        return (rows + self.backend.followed.sum())[:, None]
+        return (rows + self.backend.followed.sum() + self.pool[0])[:, None]
 
     def step(self, contexts: Sequence[int], plan: Sequence[int], kind: str = "whole") -> mx.array:
         """One decode step, in the usual way where there is no graph yet."""
@@ -131,3 +133,21 @@ def test_a_trace_that_fails_leaves_the_token_as_it_was() -> None:
     with pytest.raises(RuntimeError, match="no"):
         decoding.step([5], [1])
     assert decoding.store.token.tolist() == [MIN_USES - 1] * 8
+
+
+def test_graphs_and_the_arrays_in_them_are_gone_at_once_when_dropped() -> None:
+    decoding = Decoding()
+    decoding.pool = mx.zeros((1 << 20,), mx.int32)
+    mx.eval(decoding.pool)
+    gc.disable()
+    try:
+        for _ in range(MIN_USES + 2):
+            decoding.step([5, 9], [1, 2, 3])
+        mx.synchronize()
+        before = mx.get_active_memory()
+        decoding.pool = mx.zeros(8, mx.int32)
+        assert mx.get_active_memory() > before - (4 << 20)
+        decoding.compiled.drop()
+        assert mx.get_active_memory() <= before - (4 << 20) + 4096
+    finally:
+        gc.enable()
