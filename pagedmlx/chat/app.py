@@ -61,6 +61,8 @@ class ChatApp(App[int]):
         super().__init__()
         self.HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-normal"), (170, "-wide")]
         self.VERTICAL_BREAKPOINTS = [(0, "-short"), (18, "-tall")]
+        # One that moves is drawn sixty times a second, and the model waits.
+        self.animation_level = "none"
         self.options = options
         self.prompts: list[str] = []
         self.left_behind = False

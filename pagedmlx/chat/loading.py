@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 from collections.abc import Callable
 
 from pagedmlx.chat.client import ChatClient
@@ -37,6 +38,7 @@ class Loading:
 
     def give_up(self) -> ChatClient | None:
         """From now on there is no client; the one that there was is the caller's to close."""
+        gc.unfreeze()
         before, self.client = self.client, None
         self._is_ready.clear()
         return before
@@ -55,12 +57,15 @@ class Loading:
             await client.close()
             self._starting, self.stage = None, None
             raise
+        # To look for garbage in all that was loaded would stop model and screen for 0.1 s.
+        gc.freeze()
         self.client, self._starting, self.stage = client, None, None
         self._is_ready.set()
         return client
 
     async def close(self) -> bool:
         """End what there is, and what is on its way; whether all of it has ended."""
+        gc.unfreeze()
         has_ended = True
         for client in (self.client, self._starting):
             if client is not None:

@@ -15,6 +15,9 @@ _LOOK_S, _IDLE_S = 0.1, 0.4
 _NUMBERS_S = 0.9
 """Nobody reads numbers faster."""
 
+_GATHER_S = 0.01
+"""Widgets tell the screen a moment later that they have changed; it should wait for the last."""
+
 _MAX_FRAME_S = 0.5
 _FRAME_SHARE = 0.03
 """Part of a core that the screen may take from the model; a slow machine draws less often."""
@@ -50,7 +53,10 @@ class Watching:
                 wanted_s = min(_MAX_FRAME_S, (time.thread_time() - used_s) / _FRAME_SHARE)
                 if is_changed or time.monotonic() - drawn_s >= wanted_s:
                     drawn_s, used_s = time.monotonic(), time.thread_time()
-                    self._draw(drawn_s)
+                    with self._app.batch_update():
+                        self._draw(drawn_s)
+                        await asyncio.sleep(_GATHER_S)
+                    self._app.screen.check_idle()
                 await asyncio.sleep(max(0.0, began_s + _LOOK_S - time.monotonic()))
         finally:
             looking.cancel()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncGenerator
 
 import numpy as np
@@ -15,7 +16,7 @@ from pagedmlx.chat.widgets.gauges import Rates, bar, curve
 from pagedmlx.chat.widgets.panel import MemoryPanel
 from pagedmlx.core.snapshot import EngineSnapshot, PoolSnapshot, SequenceSnapshot
 from pagedmlx.core.stats import EngineStats
-from tests.support.chat import FakeClient, calm, running, screen_text, settle, shows, until
+from tests.support.chat import FakeClient, calm, running, say, screen_text, settle, shows, until
 
 SIZES = [(80, 24), (120, 40), (200, 60)]
 
@@ -186,6 +187,32 @@ def test_a_hidden_map_asks_the_engine_nothing() -> None:
             assert client.count == before
             await pilot.press("f2")
             await until(pilot, lambda: client.count > before)
+
+    asyncio.run(run())
+
+
+def test_text_waits_for_no_map() -> None:
+    class Silent(FakeClient):
+        async def snapshot(self) -> EngineSnapshot | None:
+            await asyncio.sleep(1000)
+            return None
+
+    async def run() -> None:
+        client = Silent()
+        client.gate = asyncio.Semaphore(1)
+        async with running(client) as (_app, pilot):
+            await say(pilot, "hi")
+            await shows(pilot, "Hello", "writing")
+
+    asyncio.run(run())
+
+
+def test_what_is_loaded_is_not_searched_for_garbage_while_it_is_used() -> None:
+    async def run() -> None:
+        async with running(FakeClient()) as (app, _pilot):
+            await app.ready_client()
+            assert gc.get_freeze_count()
+        assert not gc.get_freeze_count()
 
     asyncio.run(run())
 

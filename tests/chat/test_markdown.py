@@ -90,6 +90,20 @@ def test_a_finished_piece_is_drawn_once(monkeypatch: pytest.MonkeyPatch) -> None
     play(story)
 
 
+def test_an_answer_that_grows_gets_room_before_it_needs_it() -> None:
+    async def story(answer: GrowingMarkdown, pilot: Pilot[None]) -> None:
+        for text, height in (("one", 4), ("one\n\ntwo", 4), ("one\n\ntwo\n\nthree", 8)):
+            answer.show(text, is_done=False)
+            await until(lambda: answer.size.height == height)  # noqa: B023
+            assert answer.render_lines(Region(0, 0, 60, height))[2].text.startswith(
+                "two" if "two" in text else "   "
+            )
+        answer.show("one\n\ntwo\n\nthree")
+        await until(lambda: answer.size.height == 5)
+
+    play(story)
+
+
 def test_code_that_grows_looks_like_code_that_is_whole() -> None:
     async def story(answer: GrowingMarkdown, pilot: Pilot[None]) -> None:
         for end in range(0, len(CODE), 50):

@@ -15,7 +15,7 @@ from textual.strip import Strip
 from textual.widgets import Collapsible, Static
 
 from pagedmlx.chat.pieces import visible
-from pagedmlx.chat.reasoning import split_reasoning
+from pagedmlx.chat.reasoning import Parts, split_reasoning
 from pagedmlx.chat.session import ASSISTANT, FAILED, LENGTH, STOPPED, STREAMING, USER, Message
 from pagedmlx.chat.widgets.line import Line
 from pagedmlx.chat.widgets.markdown import GrowingMarkdown
@@ -67,10 +67,7 @@ class MessageView(Vertical, can_focus=True):
         self._speaker = speaker
         self._candidate = candidate
         self._versions = (1, 1)
-        # These are seldom needed, and a widget costs something even where it isn't seen.
-        self._error = Line(wraps=True, classes="error")
-        self._thoughts = Line(wraps=True, classes="thoughts")
-        self._reasoning = Collapsible(self._thoughts, title="reasoning", classes="reasoning")
+        self._thoughts: Line | None = None
         self.set_class(candidate > 0, "-candidate")
 
     @property
@@ -100,16 +97,15 @@ class MessageView(Vertical, can_focus=True):
         self.message, self._versions = message, versions
         self.query_one(".header", Line).say(self._header())
         self.set_class(message.status == STREAMING, "-streaming")
-        if message.error and not self._error.is_attached:
-            self.mount(self._error)
-        self._error.say(Content(visible(message.error)))
+        # A widget costs something even where it isn't seen: these two are made when needed.
+        if message.error:
+            if not self.query(".error"):
+                self.mount(Line(wraps=True, classes="error"))
+            self.query_one(".error", Line).say(Content(visible(message.error)))
         if message.role == ASSISTANT:
             parts = split_reasoning(message.text)
             if parts.reasoning:
-                if not self._reasoning.is_attached:
-                    self.mount(self._reasoning, before="GrowingMarkdown")
-                self._reasoning.title = "reasoning…" if parts.is_thinking else "reasoning"
-                self._thoughts.say(Content(visible(parts.reasoning)))
+                self._show_reasoning(parts)
             is_done = message.status != STREAMING
             self.query_one(GrowingMarkdown).show(parts.answer, is_done=is_done)
 
@@ -127,6 +123,13 @@ class MessageView(Vertical, can_focus=True):
         """Open or fold the reasoning."""
         for folded in self.query(Collapsible):
             folded.collapsed = not folded.collapsed
+
+    def _show_reasoning(self, parts: Parts) -> None:
+        if self._thoughts is None:
+            self._thoughts = Line(wraps=True, classes="thoughts")
+            self.mount(Collapsible(self._thoughts, classes="reasoning"), before="GrowingMarkdown")
+        self.query_one(Collapsible).title = "reasoning…" if parts.is_thinking else "reasoning"
+        self._thoughts.say(Content(visible(parts.reasoning)))
 
     def _header(self) -> Content:
         name = "you" if self.message.role == USER else self._speaker
