@@ -29,7 +29,8 @@ class InPlaceWriter:
     def __init__(self, launcher: Launcher) -> None:
         self._launch = launcher
         self._slots: tuple[mx.array, mx.array] | None = None
-        self._variants: dict[int, tuple[LayerPool, mx.Dtype, WriteVariant]] = {}
+        # By what is fixed in a kernel; nothing here may keep a pool, which may grow and be freed.
+        self._variants: dict[tuple[object, ...], WriteVariant] = {}
         self._copy_variants: dict[PoolShape, CopyVariant] = {}
 
     def first_token(self) -> mx.array:
@@ -112,12 +113,12 @@ class InPlaceWriter:
         return token
 
     def _variant(self, pool: LayerPool, keys: mx.array) -> WriteVariant:
-        # By identity, which is quick; the pool is kept, so that no other takes its place.
-        known = self._variants.get(id(pool))
-        if known is not None and known[1] == keys.dtype:
-            return known[2]
-        variant = WriteVariant(pool_shape(pool), dtype_name(keys.dtype))
-        self._variants[id(pool)] = (pool, keys.dtype, variant)
+        k_shape, v_shape = pool.keys.shape[1:], pool.values.shape[1:]
+        kind = (k_shape, v_shape, pool.keys.dtype, pool.order, keys.dtype)
+        variant = self._variants.get(kind)
+        if variant is None:
+            variant = WriteVariant(pool_shape(pool), dtype_name(keys.dtype))
+            self._variants[kind] = variant
         return variant
 
     def _copies(self, pool: LayerPool) -> CopyVariant:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -9,8 +11,11 @@ import pytest
 from pagedmlx.core.groups import KVGroup, KVGroupKind
 from pagedmlx.kv.layout import AxisOrder, KVLayout, LayerShape
 from pagedmlx.kv.store import KVStore
+from pagedmlx.ops.base import AttentionParams, upload
 from pagedmlx.ops.in_place import InPlaceWriter
+from pagedmlx.ops.kernels import KernelBackend
 from tests.metal.launcher import FiberLauncher
+from tests.support.batches import make_batch
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 6
 
@@ -113,3 +118,42 @@ def _contents(store: KVStore, layer: int) -> tuple[np.ndarray, np.ndarray]:
     slots = mx.arange(NUM_BLOCKS * BLOCK_SIZE, dtype=mx.int64)[None]
     keys, values = store.gather_slots(layer, slots)
     return tuple(np.array(array[0].swapaxes(0, 1)) for array in (keys, values))  # type: ignore
+
+
+@pytest.mark.parametrize("prefill", ["kernel", "rows", "gather"])
+def test_nobody_keeps_the_arrays_that_a_pool_had_before_it_grew(prefill: str) -> None:
+    launcher = FiberLauncher()
+    layout = KVLayout(
+        block_size=16,
+        dtype="float32",
+        layers=(LayerShape(1, 64, 64),) * 2,
+        groups=(KVGroup(KVGroupKind.FULL, (0, 1)),),
+    )
+    backend = KernelBackend(launcher, prefill=prefill)
+    mx.clear_cache()
+    gc.collect()
+    gc.disable()
+    try:
+        base = mx.get_active_memory()
+        store = KVStore(layout, (8_000,), 0.0, InPlaceWriter(launcher), slab_blocks=1_000)
+        for num_blocks in (1_000, 3_000, 8_000, 1_000):
+            store.fit(0, num_blocks)
+            _compute_a_step(store, backend)
+            assert mx.get_active_memory() - base <= store.num_bytes + (1 << 20)
+    finally:
+        gc.enable()
+
+
+def _compute_a_step(store: KVStore, backend: KernelBackend) -> None:
+    """Copy a block, then write and attend in every layer: decode rows and a chunk."""
+    spans = [(20, 1), (17, 1), (40, 12)]
+    batch = upload(make_batch(spans, block_size=16, num_blocks=16, rng=np.random.default_rng(0)))
+    store.copy_blocks(0, np.array([14], np.int32), np.array([15], np.int32))
+    rows = batch.host.num_rows
+    output = mx.ones((rows, 2, 64))
+    for layer in range(2):
+        keys, values = (mx.ones((rows, 1, 64)) for _ in range(2))
+        store.write(layer, keys, values, batch.groups[0].slot_mapping)
+        output = backend.attend(output, layer, 0, store, batch, AttentionParams(scale=0.125))
+    store.submit(output)
+    store.commit()
