@@ -136,22 +136,28 @@ class Measurements:
         return took
 
     def candidates(self) -> dict[str, Any]:
-        """Blocks that eight answers to one prompt take."""
+        """Blocks that eight answers to one prompt take; one that ends within a block, or with it.
+
+        Each answer computes the prompt's last token itself, in a block of its own: its tail.
+        """
+        return {str(length): self._candidates(self._prompt(length)) for length in (4090, 4096)}
+
+    def _candidates(self, prompt: list[int]) -> dict[str, Any]:
         num_outputs = self._scaled(128)
-        prompt = self._prompt(4096)
         with self._engine(num_tokens=64_000) as engine:
             size = engine.stats().block_size
             add(engine, "candidates", prompt, max_tokens=num_outputs, n=8)
             while engine.has_unfinished:
                 engine.step()
             found = engine.stats().peak_used_blocks
-        # A tail is what a candidate writes, in blocks that begin where the prompt's last ends.
-        tail = -(-(len(prompt) % size + num_outputs) // size)
-        most = len(prompt) // size + 8 * tail
+        num_whole = (len(prompt) - 1) // size
+        end = len(prompt) + num_outputs - 1
+        most = num_whole + 8 * (-(-end // size) - num_whole)
         return {
+            "prompt_tokens": len(prompt),
             "peak_used_blocks": found,
             "one_prompt_and_8_tails": most,
-            "eight_sequences": 8 * -(-(len(prompt) + num_outputs) // size),
+            "eight_sequences": 8 * -(-end // size),
             "ok": found <= most,
         }
 

@@ -45,9 +45,9 @@ def test_the_engine_is_seen_to_share_and_to_wait(tmp_path: Path) -> None:
         assert 0 < row["median_gap_ms"] <= row["longest_gap_ms"]
     # Of 81 tokens 80 are the same, in whole blocks of 16.
     assert report["warm"]["cached_tokens"] == 80
-    candidates = report["candidates"]
-    assert candidates["ok"]
-    assert candidates["peak_used_blocks"] < candidates["eight_sequences"]
+    for row in report["candidates"].values():
+        assert row["ok"]
+        assert row["peak_used_blocks"] < row["eight_sequences"]
 
 
 def test_both_systems_carry_the_same_load(tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ from scripts.shapes import load, make_engine
 
 REPORT_EVERY_S = 0.25
 SERIES_POINTS = 200
+NUM_SLOWEST = 8
 WARM_UP = tuple(Job(tuple(range(20, 20 + length)), 6) for length in (40, 20, 10))
 
 
@@ -278,6 +279,7 @@ def measure(system: RealSystem, jobs: list[Job], tell: Callable[[dict[str, Any]]
     gaps = [b - a for each in times.values() for a, b in pairwise(each)]
     firsts = [each[0] - arrived[job_id] for (job_id, _), each in times.items()]
     in_time = np.diff([0.0, *(each["t_s"] for each in moments)])
+    slowest = np.argsort(-in_time)[:NUM_SLOWEST]
     held = float(np.dot(in_time, [each["held"] for each in moments]))
     needed = float(np.dot(in_time, [each["needed"] for each in moments]))
     stride = -(-len(moments) // SERIES_POINTS)
@@ -302,6 +304,9 @@ def measure(system: RealSystem, jobs: list[Job], tell: Callable[[dict[str, Any]]
         "decode_tokens_per_s": decode_rate(list(times.values())),
         "ttft_s": spread(firsts),
         "itl_s": spread(gaps),
+        "slowest_steps": [
+            {"s": round(float(in_time[at]), 3), **moments[at]} for at in slowest.tolist()
+        ],
         "counts": system.counts(),
         "outputs": {
             f"{job_id}/{index}": hashlib.blake2b(json.dumps(text).encode()).hexdigest()[:16]
