@@ -24,7 +24,8 @@ from pagedmlx.chat.loading import Loading
 from pagedmlx.chat.obey import obey
 from pagedmlx.chat.options import ChatOptions
 from pagedmlx.chat.saving import Saving
-from pagedmlx.chat.screens.help import HelpScreen
+from pagedmlx.chat.screens.help import HELP
+from pagedmlx.chat.screens.page import PageScreen
 from pagedmlx.chat.screens.picker import PickerScreen
 from pagedmlx.chat.screens.saved import SavedScreen
 from pagedmlx.chat.screens.settings import SettingsScreen
@@ -284,7 +285,7 @@ class ChatApp(App[int]):
 
     def action_help(self) -> None:
         """Show all keys and commands."""
-        self.push_screen(HelpScreen())
+        self.push_screen(PageScreen(HELP))
 
     async def action_new(self) -> None:
         """Open a new conversation."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pagedmlx.chat.commands import Command, message_text, with_setting
 from pagedmlx.chat.reasoning import code_blocks
+from pagedmlx.chat.screens.page import PageScreen
+from pagedmlx.chat.screens.stats import stats_page
 from pagedmlx.chat.store import export
 from pagedmlx.errors import InvalidRequestError
 
@@ -117,6 +118,5 @@ async def _stats(app: ChatApp) -> None:
     snapshot = await app.client.snapshot() if app.client is not None else None
     if snapshot is None:
         app.tell("nothing tells what the engine has counted")
-        return
-    counts = dataclasses.asdict(snapshot.stats)
-    app.tell("\n".join(f"{name.removeprefix('num_')}: {value}" for name, value in counts.items()))
+    else:
+        app.push_screen(PageScreen(stats_page(snapshot.stats)))

@@ -19,7 +19,7 @@ from pagedmlx.chat.app import EXIT_TERMINATED, ChatApp
 from pagedmlx.chat.client import ChatClient
 from pagedmlx.chat.demo import DemoClient
 from pagedmlx.chat.scene import play as play_scene
-from pagedmlx.chat.screens.help import HelpScreen
+from pagedmlx.chat.screens.page import PageScreen
 from pagedmlx.chat.screens.picker import PickerScreen
 from pagedmlx.core.sequence import Sequence
 from tests.support.chat import (
@@ -260,10 +260,10 @@ def test_a_terminal_that_becomes_narrow_at_once_breaks_nothing(size: tuple[int, 
 def test_help_lists_every_key_and_command() -> None:
     async def story(app: ChatApp, pilot: Pilot[int]) -> None:
         await pilot.press("f1")
-        await until(pilot, lambda: isinstance(app.screen, HelpScreen))
+        await until(pilot, lambda: isinstance(app.screen, PageScreen))
         await shows(pilot, "Ctrl+J", "/branch", "/quit", "Ctrl+T, F8", "double-click")
         await pilot.press("escape")
-        await until(pilot, lambda: not isinstance(app.screen, HelpScreen))
+        await until(pilot, lambda: not isinstance(app.screen, PageScreen))
 
     play(lambda _: FakeClient(), story, size=(120, 70))
 

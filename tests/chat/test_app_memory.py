@@ -106,6 +106,20 @@ def test_the_numbers_say_what_is_used_shared_and_saved() -> None:
     look(still(64), "3/64", "3.0 MiB of 64.0 MiB", saved)
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_what_the_engine_has_counted_is_a_page_in_words(size: tuple[int, int]) -> None:
+    async def run() -> None:
+        async with running(StillClient(still(64)), size=size) as (_app, pilot):
+            await say(pilot, "/stats")
+            await shows(pilot, "2 running, 3 waiting", "3 in use, 1 of them shared", "64.0 MiB")
+            await pilot.press("end")
+            await shows(pilot, "lost their blocks")
+            await pilot.press("escape")
+            await until(pilot, lambda: "lost their blocks" not in screen_text(pilot.app))
+
+    asyncio.run(run())
+
+
 def test_who_waits_is_named_with_the_reason() -> None:
     reasons = ("7 blocks are missing", "gave its blocks", "its turn comes soon")
     look(still(64), "3 waiting", *reasons)

@@ -1,20 +1,12 @@
-"""HelpScreen: all keys and commands."""
+"""What help says: all keys and commands."""
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-from rich.table import Table
-from rich.text import Text
-from textual.app import ComposeResult
-from textual.binding import Binding, BindingType
-from textual.containers import VerticalScroll
-from textual.screen import ModalScreen
-from textual.widgets import Static
+from typing import Final
 
 from pagedmlx.chat.commands import COMMANDS
 
-_KEYS = {
+HELP: Final = {
     "While you write": (
         ("Enter", "send"),
         ("Ctrl+J, Alt+Enter", "new line; pasted text keeps its lines"),
@@ -40,31 +32,5 @@ _KEYS = {
         ("Ctrl+P", "command palette: themes and more"),
         ("Ctrl+Q", "quit"),
     ),
+    "Commands": tuple((f"/{each.name} {each.usage}", each.help) for each in COMMANDS),
 }
-
-
-class HelpScreen(ModalScreen[None]):
-    """A page of keys and commands."""
-
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,enter,q,f1", "dismiss", "Close"),
-    ]
-
-    def compose(self) -> ComposeResult:
-        """Build the page."""
-        with VerticalScroll(classes="sheet"):
-            yield Static(self._page())
-
-    def _page(self) -> Table:
-        page = Table.grid(padding=(0, 2))
-        page.add_column(width=24)
-        page.add_column()
-        for title, keys in _KEYS.items():
-            page.add_row(Text(title, "bold underline"))
-            for key, text in keys:
-                page.add_row(Text(key, "bold"), Text(text))
-            page.add_row()
-        page.add_row(Text("Commands", "bold underline"))
-        for each in COMMANDS:
-            page.add_row(Text(f"/{each.name} {each.usage}", "bold"), Text(each.help))
-        return page
