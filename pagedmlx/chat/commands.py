@@ -55,7 +55,7 @@ SETTINGS = {
     "repetition_penalty": "above 1, tokens that came before are less likely; 1 is off",
     "presence_penalty": "above 0, tokens that the answer has are less likely; -2 to 2",
     "frequency_penalty": "the same for each time that they came; -2 to 2",
-    "max_tokens": "longest answer in tokens; none is as long as the context allows",
+    "max_tokens": "longest answer in tokens; none or 0 is as long as the context allows",
     "seed": "the same number gives the same answer; none is another one each time",
     "n": "candidate answers side by side, of which you pick one",
     "stop": "the answer ends before this text; none takes it away",
@@ -98,13 +98,33 @@ def message_text(text: str) -> str:
     return line.encode("utf-8", "replace").decode("utf-8")
 
 
+def obey_set(params: SamplingParams, rest: str) -> tuple[SamplingParams, str]:
+    """What ``/set NAME VALUE`` makes of settings, and what to say; without VALUE it only says.
+
+    Raises:
+        InvalidRequestError: No such setting, or a value that it can't have.
+    """
+    name, _, value = rest.replace("=", " ", 1).partition(" ")
+    if value.strip():
+        params = with_setting(params, name, value)
+    name = _setting_name(name)
+    meaning = " from now on" if value.strip() else f": {SETTINGS[name]}"
+    return params, f"{name} is {setting_text(params, name)}{meaning}"
+
+
 def with_setting(params: SamplingParams, name: str, value: str) -> SamplingParams:
     """Settings with one of them changed.
 
     Raises:
         InvalidRequestError: No such setting, or a value that it can't have.
     """
-    field_name = _SHORT.get(name.strip().replace("-", "_"), name.strip().replace("-", "_"))
+    field_name = _setting_name(name)
+    return replace(params, **{field_name: _value(field_name, value.strip())})
+
+
+def _setting_name(name: str) -> str:
+    field_name = name.strip().replace("-", "_")
+    field_name = _SHORT.get(field_name, field_name)
     if field_name not in SETTINGS:
         close = difflib.get_close_matches(field_name, SETTINGS, n=1)
         raise InvalidRequestError(
@@ -112,7 +132,7 @@ def with_setting(params: SamplingParams, name: str, value: str) -> SamplingParam
             "is not a setting",
             hint=f"did you mean {close[0]}?" if close else "/set shows all",
         )
-    return replace(params, **{field_name: _value(field_name, value.strip())})
+    return field_name
 
 
 def setting_text(params: SamplingParams, name: str) -> str:
@@ -128,6 +148,8 @@ def _value(name: str, text: str) -> object:
         return () if text in ("", "none") else (text.replace("\\n", "\n"),)
     if text == "none" and name in ("max_tokens", "seed"):
         return None
+    if text == "0" and name == "max_tokens":
+        return None  # as with --max-tokens
     kind = next(each.type for each in fields(SamplingParams) if each.name == name)
     try:
         return float(text) if kind == "float" else int(text)

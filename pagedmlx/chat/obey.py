@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pagedmlx.chat.commands import Command, message_text, with_setting
+from pagedmlx.chat.commands import Command, message_text, obey_set, with_setting
 from pagedmlx.chat.reasoning import code_blocks
 from pagedmlx.chat.screens.page import PageScreen
 from pagedmlx.chat.screens.stats import stats_page
@@ -43,10 +43,9 @@ async def obey(app: ChatApp, pane: ConversationPane, command: Command, rest: str
         case "set" if not rest:
             app.action_settings()
         case "set":
-            name, _, value = rest.replace("=", " ", 1).partition(" ")
-            conversation.params = with_setting(conversation.params, name, value)
+            conversation.params, said = obey_set(conversation.params, rest)
             pane.show_status()
-            app.tell(f"{name} is {value.strip() or 'none'} from now on")
+            app.tell(said)
         case "n":
             await _candidates(pane, rest)
         case "retry":

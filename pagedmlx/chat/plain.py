@@ -9,13 +9,20 @@ from dataclasses import dataclass, replace
 
 from pagedmlx.chat.answers import Progress, write_answers
 from pagedmlx.chat.client import ChatClient
-from pagedmlx.chat.commands import COMMANDS, message_text, parse, with_setting
+from pagedmlx.chat.commands import SETTINGS, message_text, obey_set, parse, setting_text
 from pagedmlx.chat.session import ASSISTANT, DONE, FAILED, USER, Conversation
 from pagedmlx.core.sampling_params import SamplingParams
 from pagedmlx.errors import PagedMLXError, RequestFailedError
 from pagedmlx.progress import ProgressCallback
 
-_COMMANDS = ("help", "system", "set", "clear", "retry", "quit")
+_COMMANDS = {
+    "help": "these commands",
+    "system TEXT": "set the system message; - takes it away",
+    "set [NAME [VALUE]]": "change how answers are sampled; alone it shows all settings",
+    "clear": "begin anew",
+    "retry": "answer the last question once more",
+    "quit": "leave",
+}
 _FRAME_S = 0.02
 
 
@@ -117,9 +124,13 @@ def _obey(conversation: Conversation, text: str, output: PlainOutput) -> bool:
             return False
         case "system":
             conversation.system = "" if rest == "-" else rest
+        case "set" if rest:
+            conversation.params, said = obey_set(conversation.params, rest)
+            output.notice(said)
         case "set":
-            key, _, value = rest.partition(" ")
-            conversation.params = with_setting(conversation.params, key, value)
+            for each, meaning in SETTINGS.items():
+                value = setting_text(conversation.params, each)
+                output.notice(f"{each:<20}{value:<8}{meaning}")
         case "clear":
             conversation.clear()
         case "retry":
@@ -128,11 +139,10 @@ def _obey(conversation: Conversation, text: str, output: PlainOutput) -> bool:
                 conversation.choose(asked[-1].message_id)
                 conversation.chosen.pop(asked[-1].message_id, None)
         case "help":
-            for each in COMMANDS:
-                if each.name in _COMMANDS:
-                    output.notice(f"/{each.name} {each.usage}".ljust(24) + each.help)
+            for usage, meaning in _COMMANDS.items():
+                output.notice(f"/{usage:<20}{meaning}")
         case _:
-            output.notice(f"/{name} needs the full screen; here there are /{' /'.join(_COMMANDS)}")
+            output.notice(f"/{name} needs the full screen; /help lists what there is here")
     return True
 
 

@@ -7,6 +7,7 @@ import pytest
 from pagedmlx.chat.commands import (
     SETTINGS,
     message_text,
+    obey_set,
     parse,
     setting_text,
     with_setting,
@@ -61,6 +62,7 @@ def test_every_setting_can_be_read_and_written_back() -> None:
         ("temp", "0", "temperature", 0.0),
         ("top-p", "0.5", "top_p", 0.5),
         ("max_tokens", "none", "max_tokens", None),
+        ("max_tokens", "0", "max_tokens", None),
         ("seed", "7", "seed", 7),
         ("n", "3", "n", 3),
         ("stop", "a\\nb", "stop", ("a\nb",)),
@@ -69,6 +71,15 @@ def test_every_setting_can_be_read_and_written_back() -> None:
 )
 def test_a_setting_is_changed(name: str, value: str, field: str, result: object) -> None:
     assert getattr(with_setting(SamplingParams(), name, value), field) == result
+
+
+def test_a_setting_without_a_value_is_told_and_stays() -> None:
+    params = SamplingParams(stop=("END",))
+    assert obey_set(params, "stop") == (
+        params,
+        "stop is END: the answer ends before this text; none takes it away",
+    )
+    assert obey_set(params, "stop none") == (SamplingParams(), "stop is none from now on")
 
 
 @pytest.mark.parametrize(

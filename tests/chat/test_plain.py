@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from pagedmlx.chat.plain import PlainOutput, run_plain
@@ -53,6 +55,17 @@ def test_commands_of_a_line_work_and_others_say_why_not() -> None:
     assert contents(client) == [["Be brief.", "one"], ["Be brief.", "one"], ["Be brief.", "two"]]
     assert client.requests[0].params.temperature == 0.1
     assert any("/branch needs the full screen" in text for text in notices)
+
+
+def test_settings_are_shown_told_and_changed() -> None:
+    client = FakeClient()
+    _, notices = talk(client, "/set", "/set temp", "/set top_k=5", "/help", "one")
+    assert any(re.match(r"max_tokens +256 +longest answer", text) for text in notices)
+    assert any(text.startswith("temperature is 1: 0 always takes") for text in notices)
+    assert "top_k is 5 from now on" in notices
+    assert client.requests[0].params.top_k == 5
+    assert any(re.match(r"/set \[NAME \[VALUE\]\] +change", text) for text in notices)
+    assert not any("kept" in text or "saved" in text for text in notices)
 
 
 def test_a_failure_is_told_to_who_can_ask_again_and_ends_a_pipe() -> None:
