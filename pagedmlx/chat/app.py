@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import signal
 import time
 from collections.abc import Iterable
 from dataclasses import replace
@@ -32,14 +29,13 @@ from pagedmlx.chat.screens.settings import SettingsScreen
 from pagedmlx.chat.session import Conversation
 from pagedmlx.chat.store import Store, StoreError
 from pagedmlx.chat.watching import Watching
+from pagedmlx.chat.terminal import Terminal
 from pagedmlx.chat.widgets.banner import Banner
 from pagedmlx.chat.widgets.block_map import BlockMap
 from pagedmlx.chat.widgets.markdown import GrowingMarkdown
 from pagedmlx.chat.widgets.pane import ConversationPane
 from pagedmlx.chat.widgets.panel import MemoryPanel
 from pagedmlx.errors import PagedMLXError
-
-EXIT_TERMINATED = 128 + signal.SIGTERM
 
 _SAVE_S = 1.0
 _AGAIN_S = 2.0
@@ -59,7 +55,7 @@ class ChatApp(App[int]):
     BINDINGS: ClassVar[list[BindingType]] = list(KEYS)
 
     def __init__(self, options: ChatOptions) -> None:
-        super().__init__()
+        super().__init__(driver_class=Terminal)
         self.HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-normal"), (170, "-wide")]
         self.VERTICAL_BREAKPOINTS = [(0, "-short"), (18, "-tall")]
         # One that moves is drawn sixty times a second, and the model waits.
@@ -85,10 +81,6 @@ class ChatApp(App[int]):
 
     async def on_mount(self) -> None:
         """Begin with one conversation and the model."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            with contextlib.suppress(ValueError, RuntimeError):
-                loop.add_signal_handler(number, self._terminate)
         if self.saving.theme in self.available_themes:
             self.theme = self.saving.theme
         self.theme_changed_signal.subscribe(self, lambda theme: self.saving.keep_theme(theme.name))

@@ -6,6 +6,7 @@ import asyncio
 
 from pagedmlx.chat.app import ChatApp
 from pagedmlx.chat.options import ChatOptions
+from pagedmlx.chat.terminal import signals_leave
 
 
 def run_app(options: ChatOptions) -> tuple[int, bool]:
@@ -17,5 +18,10 @@ def run_app(options: ChatOptions) -> tuple[int, bool]:
     app = ChatApp(options)
     # Not asyncio.run: at its end it would wait for threads that download or compute.
     loop = asyncio.new_event_loop()
-    code = loop.run_until_complete(app.run_async())
+
+    def leave(code: int) -> None:
+        loop.call_soon_threadsafe(app.call_later, app.action_leave, code)
+
+    with signals_leave(leave):
+        code = loop.run_until_complete(app.run_async())
     return code or app.return_code or 0, not app.left_behind

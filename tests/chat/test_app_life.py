@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -15,7 +13,7 @@ from textual.pilot import Pilot
 from textual.widgets import Input, OptionList
 
 from pagedmlx import hub
-from pagedmlx.chat.app import EXIT_TERMINATED, ChatApp
+from pagedmlx.chat.app import ChatApp
 from pagedmlx.chat.client import ChatClient
 from pagedmlx.chat.demo import DemoClient
 from pagedmlx.chat.scene import play as play_scene
@@ -199,16 +197,6 @@ def test_leaving_while_the_model_loads_does_not_wait_for_it() -> None:
         assert client.num_closes == 1
 
     play(lambda _: client, story)
-
-
-def test_sigterm_leaves_in_good_order() -> None:
-    async def story(app: ChatApp, pilot: Pilot[int]) -> None:
-        await until(pilot, lambda: app.client is not None)
-        os.kill(os.getpid(), signal.SIGTERM)
-        await until(pilot, lambda: app._exit)
-        assert app.return_code == EXIT_TERMINATED
-
-    play(lambda _: FakeClient(), story)
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
