@@ -363,9 +363,6 @@ class ChatApp(App[int]):
         yield SystemCommand("Saved conversations", "Search and open", self.action_saved)
         yield SystemCommand("Branch", "Go on from here in a new tab", lambda: self.pane.branch())
 
-    def _terminate(self) -> None:
-        self.call_later(self.action_leave, EXIT_TERMINATED)
-
     async def _leave(self, code: int) -> None:
         for group in ("load", "watch"):
             self.workers.cancel_group(self, group)
