@@ -1,8 +1,8 @@
 // Attention of sequences with many rows, straight over their blocks, by 8 x 8 matrices.
 //
 // The FACTOR query heads that share a KV head go together: vector i of a piece is query head
-// i % FACTOR of its row i / FACTOR. A threadgroup takes 8 * SIMDGROUPS vectors of one KV head and
-// walks the tokens that any of them sees, KEYS at a time.
+// i % FACTOR of its row i / FACTOR. A threadgroup takes VECTORS = 8 * COLUMNS * SIMDGROUPS vectors of
+// one KV head and walks the tokens that any of them sees, KEYS at a time.
 //
 // Where SHARED, a piece is made of single rows of sequences whose first tokens lie in the same
 // blocks, and an item takes a chunk of those tokens, which all of its rows see. What a row finds
@@ -21,17 +21,17 @@
 //          sinks    (H * FACTOR,) of any type, where HAS_SINKS
 //          token    the newest token
 // Outputs  out      (T, H * FACTOR, DV) of T; or, where SHARED, for each vector of an item,
-//          partials (items, H, 8 * SIMDGROUPS, DV) float32, sums of V by weight, and
-//          stats    (items, H, 8 * SIMDGROUPS, 2) float32, the largest score and the sum of weights
+//          partials (items, H, VECTORS, DV) float32, sums of V by weight, and
+//          stats    (items, H, VECTORS, 2) float32, the largest score and the sum of weights
 // Grid     items * H threadgroups of SIMDGROUPS * 32 threads
 // Threadgroup memory: KEYS rows of K and of V, each with PAD more vectors of W elements.
-// Work of a threadgroup: 8 * SIMDGROUPS vectors times the tokens that they see. The host bounds the
+// Work of a threadgroup: VECTORS times the tokens that they see. The host bounds the
 // sum over a launch.
 // Numerics: products and sums in float32; softmax online, in powers of 2. Masked scores never meet
 // an infinity, and K and V of tokens that no row sees count as 0, whatever their slots hold. In CUDA
 // factors are of KT, queries and weights too.
-// Constants: T, KT (types); H, FACTOR, DK, DV, BS, SLOT_MAJOR, SIMDGROUPS, KEYS, W (width of a load;
-// DK and DV are multiples of 8 * W), PAD, SHARED, HAS_SINKS, HAS_SOFTCAP, QUERY_SCALE (scale *
+// Constants: T, KT (types); H, FACTOR, DK, DV, BS, SLOT_MAJOR, SIMDGROUPS, COLUMNS (matrices of
+// query vectors that a SIMD-group has), KEYS, W (width of a load; DK and DV are multiples of 8 * W), PAD, SHARED, HAS_SINKS, HAS_SOFTCAP, QUERY_SCALE (scale *
 // log2(e), or scale / softcap), SOFTCAP (softcap * log2(e)).
 
 // Products are K Q^T and V^T P^T: a SIMD-group's query vectors are the columns of its matrices.
@@ -41,6 +41,7 @@
 constexpr int K_SPANS = DK / (8 * W);
 constexpr int V_SPANS = DV / (8 * W);
 constexpr int KEY_TILES = KEYS / 8;
+constexpr int VECTORS = 8 * COLUMNS * SIMDGROUPS;
 constexpr int LOADS = (DK > DV ? DK : DV) / W;
 
 const int thread_id = int(thread_index_in_threadgroup);
@@ -56,7 +57,7 @@ const device int* work = plan + 8 + item * 8;
 const int num_rows = work[1];
 const device int* table = plan + work[3];
 const int first_vector = work[4];
-const int last_vector = min(first_vector + 8 * SIMDGROUPS, num_rows * FACTOR) - 1;
+const int last_vector = min(first_vector + VECTORS, num_rows * FACTOR) - 1;
 
 // A row's place in queries, and one past the last token that it sees.
 #if SHARED
@@ -76,31 +77,37 @@ const int start = work[5];
 const int start = max(low_end - plan[1], 0);
 #endif
 
-const int my_first = first_vector + int(simdgroup_index_in_threadgroup) * 8;
-vec<T, W> q[K_SPANS][2];
-UNROLL for (int e = 0; e < 2; ++e) {
-  const int vector = min(my_first + right_column(lane, e), last_vector);
-  const long head = ROW(vector / FACTOR) * (H * FACTOR) + kv_head * FACTOR + vector % FACTOR;
-  const device T* from = queries + head * DK + right_row(lane, e) * W;
-  UNROLL for (int s = 0; s < K_SPANS; ++s) {
-    q[s][e] = *reinterpret_cast<const device vec<T, W>*>(from + s * 8 * W);
+const int my_first = first_vector + int(simdgroup_index_in_threadgroup) * (8 * COLUMNS);
+vec<T, W> q[K_SPANS][COLUMNS][2];
+// What the vectors see whose scores a lane holds.
+int my_end[COLUMNS][2];
+UNROLL for (int c = 0; c < COLUMNS; ++c) {
+  UNROLL for (int e = 0; e < 2; ++e) {
+    const int vector = min(my_first + c * 8 + right_column(lane, e), last_vector);
+    const long head = ROW(vector / FACTOR) * (H * FACTOR) + kv_head * FACTOR + vector % FACTOR;
+    const device T* from = queries + head * DK + right_row(lane, e) * W;
+    UNROLL for (int s = 0; s < K_SPANS; ++s) {
+      q[s][c][e] = *reinterpret_cast<const device vec<T, W>*>(from + s * 8 * W);
+    }
+    my_end[c][e] = END(min(my_first + c * 8 + col8 + e, last_vector) / FACTOR);
   }
-}
-// What the two vectors see whose scores a lane holds.
-int my_end[2];
-UNROLL for (int e = 0; e < 2; ++e) {
-  my_end[e] = END(min(my_first + col8 + e, last_vector) / FACTOR);
 }
 
 threadgroup vec<KT, W> k_tile[KEYS][DK / W + PAD];
 threadgroup vec<KT, W> v_tile[KEYS][DV / W + PAD];
 
-simdgroup_matrix<float, 8, 8> acc[V_SPANS * W];
-UNROLL for (int i = 0; i < V_SPANS * W; ++i) {
-  acc[i] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+simdgroup_matrix<float, 8, 8> acc[COLUMNS][V_SPANS * W];
+float top[COLUMNS][2];
+float weight_sum[COLUMNS][2];
+UNROLL for (int c = 0; c < COLUMNS; ++c) {
+  UNROLL for (int i = 0; i < V_SPANS * W; ++i) {
+    acc[c][i] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+  }
+  UNROLL for (int e = 0; e < 2; ++e) {
+    top[c][e] = LOWEST;
+    weight_sum[c][e] = 0.0f;
+  }
 }
-float top[2] = {LOWEST, LOWEST};
-float weight_sum[2] = {0.0f, 0.0f};
 
 // Tiles lie at multiples of KEYS, so that a row's result doesn't depend on the rows beside it.
 for (int base = start / KEYS * KEYS; base < high_end; base += KEYS) {
@@ -127,10 +134,12 @@ for (int base = start / KEYS * KEYS; base < high_end; base += KEYS) {
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
   simdgroup_matrix<OPERAND(KT), 8, 8> left[2];
-  simdgroup_matrix<OPERAND(KT), 8, 8> right;
-  simdgroup_matrix<float, 8, 8> scores[KEY_TILES];
-  UNROLL for (int n = 0; n < KEY_TILES; ++n) {
-    scores[n] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+  simdgroup_matrix<OPERAND(KT), 8, 8> right[COLUMNS];
+  simdgroup_matrix<float, 8, 8> scores[COLUMNS][KEY_TILES];
+  UNROLL for (int c = 0; c < COLUMNS; ++c) {
+    UNROLL for (int n = 0; n < KEY_TILES; ++n) {
+      scores[c][n] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+    }
   }
   UNROLL for (int s = 0; s < K_SPANS; ++s) {
     vec<KT, W> k[KEY_TILES][2];
@@ -139,15 +148,19 @@ for (int base = start / KEYS * KEYS; base < high_end; base += KEYS) {
     }
     // Products that follow each other go to different sums, so that none waits for the last.
     UNROLL for (int w = 0; w < W; ++w) {
-      set_pair(right, q[s][0], q[s][1], w);
+      UNROLL for (int c = 0; c < COLUMNS; ++c) set_pair(right[c], q[s][c][0], q[s][c][1], w);
 #if KEYS == 8
       set_pair(left[0], k[0][0], k[0][1], w);
-      simdgroup_multiply_accumulate(scores[0], left[0], right, scores[0]);
+      UNROLL for (int c = 0; c < COLUMNS; ++c) {
+        simdgroup_multiply_accumulate(scores[c][0], left[0], right[c], scores[c][0]);
+      }
 #else
       UNROLL for (int n = 0; n < KEY_TILES; n += 2) {
         set_pair(left[0], k[n][0], k[n][1], w);
         set_pair(left[1], k[n + 1][0], k[n + 1][1], w);
-        multiply_two(scores[n], scores[n + 1], left[0], left[1], right);
+        UNROLL for (int c = 0; c < COLUMNS; ++c) {
+          multiply_two(scores[c][n], scores[c][n + 1], left[0], left[1], right[c]);
+        }
       }
 #endif
     }
@@ -155,61 +168,74 @@ for (int base = start / KEYS * KEYS; base < high_end; base += KEYS) {
 
   // Only the tiles at both ends hold tokens that some row doesn't see.
   const bool partial = base < high_end - plan[1] || base + KEYS > low_end;
-  float tile_top[2] = {LOWEST, LOWEST};
-  UNROLL for (int n = 0; n < KEY_TILES; ++n) {
-    const int position = base + n * 8 + row8;
-    UNROLL for (int e = 0; e < 2; ++e) {
-      float score = scores[n].thread_elements()[e] * QUERY_SCALE;
+  UNROLL for (int c = 0; c < COLUMNS; ++c) {
+    float tile_top[2] = {LOWEST, LOWEST};
+    UNROLL for (int n = 0; n < KEY_TILES; ++n) {
+      const int position = base + n * 8 + row8;
+      UNROLL for (int e = 0; e < 2; ++e) {
+        float score = scores[c][n].thread_elements()[e] * QUERY_SCALE;
 #if HAS_SOFTCAP
-      score = SOFTCAP * tanh(score);
+        score = SOFTCAP * tanh(score);
 #endif
-      if (partial && (position < my_end[e] - plan[1] || position >= my_end[e])) score = MASKED;
-      scores[n].thread_elements()[e] = score;
-      tile_top[e] = max(tile_top[e], score);
+        if (partial && (position < my_end[c][e] - plan[1] || position >= my_end[c][e])) {
+          score = MASKED;
+        }
+        scores[c][n].thread_elements()[e] = score;
+        tile_top[e] = max(tile_top[e], score);
+      }
     }
-  }
-  UNROLL for (int e = 0; e < 2; ++e) tile_top[e] = max_of_column(tile_top[e]);
-  if (simd_any(tile_top[0] > top[0] || tile_top[1] > top[1])) {
-    UNROLL for (int e = 0; e < 2; ++e) {
-      const float new_top = max(top[e], tile_top[e]);
-      const float shrink = exp2(top[e] - new_top);
-      top[e] = new_top;
-      weight_sum[e] *= shrink;
-      UNROLL for (int i = 0; i < V_SPANS * W; ++i) acc[i].thread_elements()[e] *= shrink;
+    UNROLL for (int e = 0; e < 2; ++e) tile_top[e] = max_of_column(tile_top[e]);
+    if (simd_any(tile_top[0] > top[c][0] || tile_top[1] > top[c][1])) {
+      UNROLL for (int e = 0; e < 2; ++e) {
+        const float new_top = max(top[c][e], tile_top[e]);
+        const float shrink = exp2(top[c][e] - new_top);
+        top[c][e] = new_top;
+        weight_sum[c][e] *= shrink;
+        UNROLL for (int i = 0; i < V_SPANS * W; ++i) acc[c][i].thread_elements()[e] *= shrink;
+      }
     }
   }
 
   UNROLL for (int n = 0; n < KEY_TILES; ++n) {
-    UNROLL for (int e = 0; e < 2; ++e) {
-      const float weight = exp2(scores[n].thread_elements()[e] - top[e]);
-      scores[n].thread_elements()[e] = weight;
-      weight_sum[e] += weight;
+    UNROLL for (int c = 0; c < COLUMNS; ++c) {
+      UNROLL for (int e = 0; e < 2; ++e) {
+        const float weight = exp2(scores[c][n].thread_elements()[e] - top[c][e]);
+        scores[c][n].thread_elements()[e] = weight;
+        weight_sum[c][e] += weight;
+      }
+      set_right(right[c], scores[c][n]);
     }
-    set_right(right, scores[n]);
     UNROLL for (int s = 0; s < V_SPANS; ++s) {
       vec<KT, W> v[2];
       UNROLL for (int e = 0; e < 2; ++e) v[e] = v_tile[n * 8 + col8 + e][s * 8 + row8];
       UNROLL for (int w = 0; w < W; w += 2) {
         set_pair(left[0], v[0], v[1], w);
         set_pair(left[1], v[0], v[1], w + 1);
-        multiply_two(acc[s * W + w], acc[s * W + w + 1], left[0], left[1], right);
+        const int i = s * W + w;
+        UNROLL for (int c = 0; c < COLUMNS; ++c) {
+          multiply_two(acc[c][i], acc[c][i + 1], left[0], left[1], right[c]);
+        }
       }
     }
   }
 }
 
-UNROLL for (int e = 0; e < 2; ++e) {
-  float sum = sum_of_column(weight_sum[e]);
-  const int vector = my_first + col8 + e;
+UNROLL for (int i = 0; i < 2 * COLUMNS; ++i) {
+  const int c = i / 2;
+  const int e = i % 2;
+  float sum = sum_of_column(weight_sum[c][e]);
+  const int vector = my_first + c * 8 + col8 + e;
 #if SHARED
   if (vector <= last_vector) {
-    const long place = (long(item) * H + kv_head) * (8 * SIMDGROUPS) + vector - first_vector;
+    const long place = (long(item) * H + kv_head) * VECTORS + vector - first_vector;
     device float* to = partials + place * DV + row8 * W;
     UNROLL for (int s = 0; s < V_SPANS; ++s) {
-      UNROLL for (int w = 0; w < W; ++w) to[s * 8 * W + w] = acc[s * W + w].thread_elements()[e];
+      UNROLL for (int w = 0; w < W; ++w) {
+        to[s * 8 * W + w] = acc[c][s * W + w].thread_elements()[e];
+      }
     }
     if (row8 == 0) {
-      stats[2 * place] = top[e];
+      stats[2 * place] = top[c][e];
       stats[2 * place + 1] = sum;
     }
   }
@@ -218,8 +244,8 @@ UNROLL for (int e = 0; e < 2; ++e) {
   float factor = 1.0f;
 #if HAS_SINKS
   const float sink = float(sinks[head]) * 1.4426950408889634f;
-  const float with_sink = max(top[e], sink);
-  factor = exp2(top[e] - with_sink);
+  const float with_sink = max(top[c][e], sink);
+  factor = exp2(top[c][e] - with_sink);
   sum = sum * factor + exp2(sink - with_sink);
 #endif
   factor = sum == 0.0f ? 0.0f : factor / sum;
@@ -227,7 +253,9 @@ UNROLL for (int e = 0; e < 2; ++e) {
     device T* to = out + (ROW(vector / FACTOR) * (H * FACTOR) + head) * DV + row8 * W;
     UNROLL for (int s = 0; s < V_SPANS; ++s) {
       vec<T, W> x;
-      UNROLL for (int w = 0; w < W; ++w) x[w] = T(acc[s * W + w].thread_elements()[e] * factor);
+      UNROLL for (int w = 0; w < W; ++w) {
+        x[w] = T(acc[c][s * W + w].thread_elements()[e] * factor);
+      }
       *reinterpret_cast<device vec<T, W>*>(to + s * 8 * W) = x;
     }
   }

@@ -182,6 +182,7 @@ class Layers:
         prefill: str = "auto",
         decode: str = "auto",
         cascade: str = "off",
+        columns: int = 1,
     ) -> None:
         self.shape = shape
         self.num_layers = min(64, max(4, -(-ROTATED_BYTES // shape.layer_bytes)))
@@ -200,7 +201,9 @@ class Layers:
         self.host = lay_out(spans, self.num_blocks, shape.shared)
         self.batch = upload(self.host)
         mx.eval(self.batch.groups[0].slot_mapping)
-        self.backend = KernelBackend(self.launcher, prefill=prefill, decode=decode, cascade=cascade)
+        self.backend = KernelBackend(
+            self.launcher, prefill=prefill, decode=decode, cascade=cascade, columns=columns
+        )
         self.params = AttentionParams(scale=shape.head_dim**-0.5)
         self.queries = _normal((self.host.num_rows, shape.num_heads, shape.head_dim))
         rows = (self.host.num_rows, shape.num_kv_heads, shape.head_dim)
@@ -248,14 +251,19 @@ def measure_decode(
 
 
 def measure_cascade(shape: Shape) -> dict[str, Any]:
-    """A layer with and without a cascade, taking turns; and what planning a step costs the host.
+    """A layer without and with a cascade, of one column and of two, taking turns; and what planning
+    a step costs the host.
 
     Small shapes take the host's time; the device's own is by torch's profiler.
     """
-    both = {name: Layers(shape, cascade=name) for name in ("off", "on")}
-    seconds: dict[str, list[float]] = {name: [] for name in both}
+    ways = {
+        "off": Layers(shape, cascade="off"),
+        "on": Layers(shape, cascade="on"),
+        "wide": Layers(shape, cascade="on", columns=2),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(ROUNDS):
-        for name, layers in both.items():
+        for name, layers in ways.items():
 
             def steps(layers: Layers = layers) -> None:
                 for _ in range(STEPS):
@@ -264,7 +272,7 @@ def measure_cascade(shape: Shape) -> dict[str, Any]:
 
             seconds[name].append(_best(steps, 1))
     result: dict[str, Any] = {"shape": shape.name}
-    for name, layers in both.items():
+    for name, layers in ways.items():
         result[f"{name}_us"] = round(min(seconds[name]) / STEPS / CHAIN * 1e6, 2)
         busy = trace(lambda layers=layers: layers.store.submit(layers.chain(layers.batch, False)))
         if busy is not None:
@@ -273,11 +281,11 @@ def measure_cascade(shape: Shape) -> dict[str, Any]:
         for _ in range(10):
             layers.backend.plan_ahead(layers.batch)
         result[f"{name}_plan_us"] = round((time.perf_counter() - start) / 10 * 1e6, 1)
-    result["times_faster"] = round(result["off_us"] / result["on_us"], 2)
-    if "on_device_us" in result:
-        result["times_faster_on_device"] = round(
-            result["off_device_us"] / result["on_device_us"], 2
-        )
+    for name in ("on", "wide"):
+        result[f"{name}_times_faster"] = round(result["off_us"] / result[f"{name}_us"], 2)
+        if f"{name}_device_us" in result:
+            share = result["off_device_us"] / result[f"{name}_device_us"]
+            result[f"{name}_times_faster_on_device"] = round(share, 2)
     return result
 
 
@@ -364,8 +372,9 @@ def measure_prefill(rows: int, cached: int) -> dict[str, Any]:
     shape = Shape(f"{rows} rows over {cached}", (rows + cached,))
     length = 8
     result: dict[str, Any] = {"shape": shape.name}
-    for path, write in product(("gather", "kernel"), (False, True)):
-        layers = Layers(shape, num_rows=rows, prefill=path)
+    for path, write in product(("gather", "kernel", "wide"), (False, True)):
+        way = {"prefill": "kernel", "columns": 2} if path == "wide" else {"prefill": path}
+        layers = Layers(shape, num_rows=rows, **way)
 
         def paged(layers: Layers = layers, write: bool = write) -> None:
             layers.store.submit(layers.chain(layers.batch, write, length))

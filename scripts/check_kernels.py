@@ -171,7 +171,8 @@ def check_ragged() -> dict[str, Any]:
     return {"ok": max(errors.values()) <= TOLERANCES["bfloat16"], "errors": errors}
 
 
-PREFILLS = ("kernel", "rows", "gather", "written")
+PREFILLS = ("kernel", "wide", "rows", "gather", "written")
+"""``wide`` is the kernel with two columns; ``written`` a gather of rows that were just written."""
 
 
 def check_prefill(jobs: int) -> dict[str, Any]:
@@ -186,7 +187,9 @@ def check_prefill(jobs: int) -> dict[str, Any]:
         for case in product(PREFILLS, TOLERANCES, HEAD_DIMS, (1, 3, 8))
     ]
     # Without MLX's own products in float32, which are inexact on some GPUs.
-    return _shares([c for c in cases if c.path in ("kernel", "rows") or c.dtype != "float32"], jobs)
+    return _shares(
+        [c for c in cases if c.path in ("kernel", "wide", "rows") or c.dtype != "float32"], jobs
+    )
 
 
 @dataclass(frozen=True)
@@ -234,7 +237,9 @@ def prefill_share(
     expected = case.expected(params)
     if path == "written":
         write_step(case)
-    backend = KernelBackend(launcher, prefill="gather" if path == "written" else path)
+    paths = {"written": "gather", "wide": "kernel"}
+    columns = 2 if path == "wide" else 1
+    backend = KernelBackend(launcher, prefill=paths.get(path, path), columns=columns)
     error = np.abs(case.attend(backend, params) - expected)
     return float((error / (TOLERANCES[dtype] * (1 + np.abs(expected)))).max())
 

@@ -73,6 +73,7 @@ class DecodePlanner:
         deterministic: Cut each sequence by its own length alone.
         path: How the decode kernel multiplies.
         cascade: Whether tokens that sequences share are attended once.
+        columns: Of the prefill kernel.
 
     Attributes:
         cascades: Plans that.
@@ -85,11 +86,13 @@ class DecodePlanner:
         deterministic: bool,
         path: DecodePath,
         cascade: CascadePath,
+        columns: int,
     ) -> None:
         self._platform = platform
         self._wave = wave
         self._deterministic = deterministic
         self._path = path
+        self._columns = columns
         self.cascades = CascadePlanner(cascade, wave)
         self._variants: dict[DecodeVariant, DecodeVariant] = {}
         self._merges: dict[MergeVariant, MergeVariant] = {}
@@ -191,7 +194,7 @@ class DecodePlanner:
 
     def prefill_variant(self, base: DecodeVariant) -> PrefillVariant:
         """The prefill of the same layers."""
-        return self._prefills.setdefault(base, prefill_variant(base))
+        return self._prefills.setdefault(base, prefill_variant(base, self._columns))
 
     def interned(self, variant: DecodeVariant) -> DecodeVariant:
         """The one object for equal variants, so that texts are put together once."""

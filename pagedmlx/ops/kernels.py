@@ -42,6 +42,7 @@ class KernelBackend:
         prefill: Who attends prefill chunks; also forced, it is the gather where the kernel can't.
         decode: How the decode kernel multiplies; also forced, by lanes where matrices can't.
         cascade: Whether tokens that sequences share are attended once.
+        columns: Groups of 8 query vectors that a SIMD-group of the prefill kernel attends, 1 or 2.
 
     Attributes:
         launcher: As given.
@@ -58,12 +59,18 @@ class KernelBackend:
         prefill: PrefillPath | str = PrefillPath.AUTO,
         decode: DecodePath | str = DecodePath.AUTO,
         cascade: CascadePath | str = CascadePath.AUTO,
+        columns: int = 1,
     ) -> None:
         self.launcher = launcher
         self.wave = wave
         self._chooser = PrefillChooser(PrefillPath(prefill), launcher.platform, wave)
         self._planner = DecodePlanner(
-            launcher.platform, wave, deterministic, DecodePath(decode), CascadePath(cascade)
+            launcher.platform,
+            wave,
+            deterministic,
+            DecodePath(decode),
+            CascadePath(cascade),
+            columns,
         )
         self._gathers: dict[PoolShape, GatherVariant] = {}
         self._batch: PagedBatch | None = None

@@ -36,6 +36,7 @@ MAX_WORK = 1 << 36
 """Multiplications of one launch: a tenth of a second on an M1, far from Metal's watchdog."""
 
 _NUM_SIMDGROUPS = 4
+_MAX_WIDE_HEAD_DIM = 128
 # Rows that are never cut apart. Their vectors fill threadgroups whatever the group's size is.
 _ROWS = 32
 
@@ -44,7 +45,8 @@ _ROWS = 32
 class PrefillVariant:
     """``prefill.metal`` for one pool and one kind of attention layer; see ``DecodeVariant``.
 
-    ``shared`` is for rows of several sequences that begin alike; see ``cascade``.
+    ``shared`` is for rows of several sequences that begin alike; see ``cascade``. A SIMD-group
+    attends 8 vectors for each of its ``columns``; with 2, K and V are read half as often.
     """
 
     pool: PoolShape
@@ -54,6 +56,7 @@ class PrefillVariant:
     scale: float = 1.0
     softcap: float | None = None
     shared: bool = False
+    columns: int = 1
 
     @property
     def is_supported(self) -> bool:
@@ -64,7 +67,7 @@ class PrefillVariant:
     @property
     def vectors(self) -> int:
         """Query vectors of a threadgroup."""
-        return 8 * _NUM_SIMDGROUPS
+        return 8 * self.columns * _NUM_SIMDGROUPS
 
     @property
     def threads(self) -> int:
@@ -97,6 +100,7 @@ class PrefillVariant:
             "T": TYPE_NAMES[self.dtype],
             "FACTOR": self.factor,
             "SIMDGROUPS": _NUM_SIMDGROUPS,
+            "COLUMNS": self.columns,
             "KEYS": self.keys,
             "W": self.load_width,
             "PAD": self.padding,
@@ -120,10 +124,23 @@ class PrefillVariant:
         return keys * rows * DTYPE_BYTES[self.pool.dtype]
 
 
-def prefill_variant(layer: DecodeVariant) -> PrefillVariant:
-    """The prefill of the layers that a decode variant serves."""
+def prefill_variant(layer: DecodeVariant, columns: int = 1) -> PrefillVariant:
+    """The prefill of the layers that a decode variant serves.
+
+    Args:
+        layer: The decode variant.
+        columns: Of the prefill, where registers have room and a piece has vectors for so many.
+    """
+    pool = layer.pool
+    has_room = max(pool.k_head_dim, pool.v_head_dim) <= _MAX_WIDE_HEAD_DIM and layer.factor > 1
     return PrefillVariant(
-        layer.pool, layer.dtype, layer.factor, layer.sinks, layer.scale, layer.softcap
+        pool,
+        layer.dtype,
+        layer.factor,
+        layer.sinks,
+        layer.scale,
+        layer.softcap,
+        columns=columns if has_room else 1,
     )
 
 

@@ -31,7 +31,7 @@ def test_a_wrong_kernel_is_named_and_gather_expected():
     def plant(kernel: Kernel, source: str) -> str:
         if "prefill" not in kernel.name:
             return source
-        return source.replace("position >= my_end[e]", "position > my_end[e] + 7")
+        return source.replace("position >= my_end[c][e]", "position > my_end[c][e] + 7")
 
     report = check_kernels(FiberLauncher(change=plant))
     failed = {check.name for check in report.checks if not check.ok}

@@ -33,6 +33,7 @@ class Setting:
     sinks: bool = False
     decode: str = "lanes"
     wave: int = CUT
+    columns: int = 1
     # Of each sequence: its run, and its tokens beside the shared ones. Run 0 shares nothing.
     sequences: tuple[tuple[int, int], ...] = ((1, 1), (0, 70), (1, 66), (2, 3), (1, 17), (2, 90))
     shared: tuple[int, ...] = (0, 9, 2)  # blocks
@@ -92,7 +93,9 @@ class Setting:
         return AttentionParams(self.head_dims[0] ** -0.5, None, sinks, self.softcap)
 
     def run(self, launcher: Launcher, case: Case, cascade: str = "on") -> np.ndarray:
-        backend = KernelBackend(launcher, self.wave, decode=self.decode, cascade=cascade)
+        backend = KernelBackend(
+            launcher, self.wave, decode=self.decode, cascade=cascade, columns=self.columns
+        )
         return case.attend(backend, self.params())
 
     def deviation(self, launcher: Launcher) -> float:
@@ -114,5 +117,6 @@ AXES = {
     "sinks": (False, True),
     "decode": ("lanes", "matrices"),
     "wave": (CUT, WHOLE),
+    "columns": (1, 2),
 }
 SETTINGS = [Setting(**axes) for axes in covering(AXES)]

@@ -47,6 +47,7 @@ class Setting:
     softcap: float | None
     sinks: bool
     spans: tuple[tuple[int, int], ...]
+    columns: int = 1
 
     def __str__(self) -> str:
         values = (getattr(self, field.name) for field in fields(self) if field.name != "spans")
@@ -86,10 +87,13 @@ class Setting:
     def variant(self, case: Case) -> PrefillVariant:
         shape = pool_shape(case.store.bind(0)[0])
         scale = self.params().scale
-        return PrefillVariant(shape, self.dtype, self.factor, self.sinks, scale, self.softcap)
+        settings = (self.sinks, scale, self.softcap, False, self.columns)
+        return PrefillVariant(shape, self.dtype, self.factor, *settings)
 
     def run(self, launcher: Launcher, case: Case) -> np.ndarray:
-        return case.attend(KernelBackend(launcher, prefill="kernel"), self.params())
+        return case.attend(
+            KernelBackend(launcher, prefill="kernel", columns=self.columns), self.params()
+        )
 
     def deviation(self, launcher: Launcher) -> float:
         """Largest error against float64, in units of the type's tolerance; infinite for NaN."""
@@ -111,6 +115,7 @@ SECOND: Mapping[str, Sequence[Any]] = {
     "window": (None, 5, 40),
     "softcap": (None, 20.0),
     "sinks": (False, True),
+    "columns": (1, 2),
     # Rows and contexts around the borders of blocks, of tiles and of the launch's pieces.
     "spans": (
         ((0, 9), (0, 15), (0, 16), (0, 17)),
@@ -248,9 +253,9 @@ WRONG, RACE, STRICT = ("result",), ("race", "uninitialised"), ("strict check",)
 
 # What is planted, as what stands there and what comes instead, and who must see it.
 FAULTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
-    "causal mask off by one": ("position >= my_end[e]", "position > my_end[e]", WRONG),
-    "dropped causal mask": ("|| position >= my_end[e]", "", WRONG),
-    "dropped window": ("position < my_end[e] - plan[1] ||", "", WRONG),
+    "causal mask off by one": ("position >= my_end[c][e]", "position > my_end[c][e]", WRONG),
+    "dropped causal mask": ("|| position >= my_end[c][e]", "", WRONG),
+    "dropped window": ("position < my_end[c][e] - plan[1] ||", "", WRONG),
     "masks too few tiles": ("base + KEYS > low_end", "base > low_end", WRONG),
     "wrong block": ("table[position / BS]", "table[position / BS / 2]", WRONG),
     "wrong head": ("(block * H + kv_head)", "(block * H)", WRONG),
@@ -261,12 +266,12 @@ FAULTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "missing barrier after the tile": (f"{BARRIER}simdgroup_matrix", "simdgroup_matrix", RACE),
     "barrier too small": (f"{BARRIER}s", f"{BARRIER}s".replace("thread", "simd", 1), RACE),
     "vectors beside each other mixed up": ("COLUMN_BIT_1 4", "COLUMN_BIT_1 8", WRONG),
-    "dropped rescale": ("acc[i].thread_elements()[e] *= shrink;", ";", WRONG),
+    "dropped rescale": ("acc[c][i].thread_elements()[e] *= shrink;", ";", WRONG),
     "wrong lanes of V": ("v_tile[n * 8 + col8 + e]", "v_tile[n * 8 + row8]", WRONG),
     "wrong vector of the piece": ("ROW(vector / FACTOR)", "ROW(vector % FACTOR)", ("race",)),
     "divergent product": (
         "if (vector <= last_vector) {\n",
-        "if (vector <= last_vector) {\nsimd_sum(top[e]);\n",
+        "if (vector <= last_vector) {\nsimd_sum(top[c][e]);\n",
         ("divergence",),
     ),
     "swapped address space": ("device int* table", "constant int* table", STRICT),
