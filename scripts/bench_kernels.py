@@ -373,8 +373,13 @@ def measure_prefill(rows: int, cached: int) -> dict[str, Any]:
     length = 8
     result: dict[str, Any] = {"shape": shape.name}
     for path, write in product(("gather", "kernel", "wide"), (False, True)):
-        way = {"prefill": "kernel", "columns": 2} if path == "wide" else {"prefill": path}
-        layers = Layers(shape, num_rows=rows, **way)
+        columns = 2 if path == "wide" else 1
+        layers = Layers(
+            shape,
+            num_rows=rows,
+            prefill="gather" if path == "gather" else "kernel",
+            columns=columns,
+        )
 
         def paged(layers: Layers = layers, write: bool = write) -> None:
             layers.store.submit(layers.chain(layers.batch, write, length))

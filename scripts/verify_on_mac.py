@@ -74,15 +74,20 @@ def parts(model: str) -> list[Part]:
     checks = [
         Part("operations", (*engine, "attention,pool,sampler", *stdout), on_gpu=False),
         Part("token", (*kernels, "token", *stdout), minutes=5),
-        Part("kernels", (*kernels, "variants,prefill,copies,ragged,long", *stdout), minutes=20),
+        Part(
+            "kernels",
+            (*kernels, "variants,prefill,cascade,copies,ragged,long", *stdout),
+            minutes=20,
+        ),
         Part("parity", (*engine, "parity", *stdout), on_gpu=False),
-        Part("logits", (*whole, "logits", *stdout)),
+        Part("logits", (*whole, "logits,cascade", *stdout)),
     ]
     return [
         Part("doctor", ("-m", "pagedmlx", "doctor", "--kernels", "--json"), on_gpu=False),
         *checks,
         Part("speed of decode", (*bench, "ceiling,decode,factors,write_attend", *stdout)),
         Part("speed of prefill", (*bench, "prefill,write", *stdout)),
+        Part("speed of cascades", (*bench, "cascade", *stdout)),
         Part("speed of others", (*bench, "sdpa,batch_cache", *stdout)),
         Part("peak memory", ("scripts/bench_kernels.py", "--peak", *stdout)),
         Part("speed of a model", (*whole, "stream", "--contexts", "128,1024,4096", *stdout)),
