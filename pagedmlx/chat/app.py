@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import ClassVar
 
+from textual import events
 from textual.app import App, ComposeResult, SystemCommand
 from textual.binding import BindingType
 from textual.containers import Container
@@ -142,7 +143,9 @@ class ChatApp(App[int]):
         except Exception as error:
             self.query_one(Banner).say("")
             hint = f" ({error.hint})" if isinstance(error, PagedMLXError) and error.hint else ""
-            self.pick_model(f"{name or 'the endpoint'}: {error or type(error).__name__}{hint}")
+            reason = f"{error or type(error).__name__}{hint}"
+            named = reason if name in reason else f"{name}: {reason}"
+            self.pick_model(named)
             return
         self.query_one(Banner).say("")
         own = {k: v for k, v in client.defaults.items() if k not in self.options.given}
@@ -151,6 +154,7 @@ class ChatApp(App[int]):
             pane.model_name, pane.max_len = client.name, client.max_len
             if pane.conversation.params == before_params:
                 pane.conversation.params = self._base_params
+            await pane.sync()
             pane.show_status()
         if self.options.scene is not None:
             self.run_worker(self.options.scene(self))  # type: ignore[arg-type]
@@ -271,6 +275,14 @@ class ChatApp(App[int]):
         if isinstance(self.focused, TextArea | None) and len(self.screen_stack) == 1:
             self.pane.prompt.focus()
 
+    def on_key(self, event: events.Key) -> None:
+        """What is typed where nothing takes it belongs to the prompt."""
+        is_wanted = event.key in self.screen.active_bindings or len(self.screen_stack) > 1
+        if event.is_printable and event.character and not is_wanted:
+            event.prevent_default()
+            self.screen.set_focus(self.pane.prompt)
+            self.pane.prompt.insert(event.character)
+
     def on_growing_markdown_copy_wanted(self, event: GrowingMarkdown.CopyWanted) -> None:
         """Copy a code block."""
         self.copy(event.code)
@@ -324,9 +336,9 @@ class ChatApp(App[int]):
         self.push_screen(SavedScreen(self.store, words), take)
 
     def action_stop(self) -> None:
-        """Stop the answer that is looked at, or go back to the prompt."""
-        if not self.pane.stop():
-            self.pane.prompt.focus()
+        """Stop the answer that is looked at, and go back to the prompt."""
+        self.pane.stop()
+        self.pane.prompt.focus()
 
     def action_interrupt(self) -> None:
         """Copy what is selected, else stop the answer, else leave when it is pressed again."""

@@ -132,7 +132,8 @@ def _obey(conversation: Conversation, text: str, output: PlainOutput) -> bool:
                 value = setting_text(conversation.params, each)
                 output.notice(f"{each:<20}{value:<8}{meaning}")
         case "clear":
-            conversation.clear()
+            conversation.messages.clear()
+            conversation.chosen.clear()
         case "retry":
             asked = [each for each in conversation.path() if each.role == USER]
             if asked:

@@ -187,10 +187,6 @@ class Conversation:
             )
         return twin
 
-    def clear(self) -> None:
-        """Show nothing; the messages stay in the tree."""
-        self.chosen.pop(ROOT, None)
-
 
 def restored(messages: Iterable[Message], chosen: Mapping[int, int], **fields: Any) -> Conversation:
     """A conversation as it was saved; an answer that was being written then was stopped."""

@@ -56,7 +56,7 @@ def test_a_question_is_answered_on_the_screen() -> None:
     play(FakeClient(["Hello ", "**there**."]), story)
 
 
-TRICKS = "[00] foo, [red]x[/red], [/], [link=a]b, \\[b <b>bold</b> \x1b[31mred\x07 {{x}} $y"
+TRICKS = "[00] foo, [red]x[/red], [/], [link=a]b, \\[b <b>bold</b> \x1b[31mred\x07\u202e {{x}} $y"
 
 
 def test_brackets_tags_and_control_characters_are_shown_and_steer_nothing() -> None:
@@ -68,6 +68,7 @@ def test_brackets_tags_and_control_characters_are_shown_and_steer_nothing() -> N
         assert shown.count("<b>bold</b>") == 2
         assert "\x1b" not in shown
         assert "\x07" not in shown
+        assert "\u202e" not in shown
         await say(pilot, "/rename [red]title[/]")
         await shows(pilot, "[red]title[/]")
 
@@ -364,13 +365,29 @@ def test_what_is_asked_while_the_model_loads_is_answered_when_it_is_there() -> N
         await say(pilot, "why?")
         await until(pilot, lambda: app.pane.is_busy)
         assert client.requests == []
+        await shows(pilot, "assistant  waiting for a model")
         client.start_gate.set()
         await settle(pilot)
         assert texts(app)[-1] == "Hello there."
+        await shows(pilot, "fake  2 tokens")
 
     client = FakeClient()
     client.start_gate = asyncio.Event()
     play(client, story)
+
+
+@pytest.mark.parametrize("place", ["ctrl+up", "f3"])
+def test_what_is_typed_where_nothing_takes_it_goes_to_the_prompt(place: str) -> None:
+    async def story(app: ChatApp, pilot: Pilot[int]) -> None:
+        await say(pilot, "why?")
+        await settle(pilot)
+        await pilot.press(place)
+        await until(pilot, lambda: not app.pane.prompt.has_focus)
+        await pilot.press("h", "e")
+        await until(pilot, lambda: app.pane.prompt.text == "he")
+        assert app.pane.prompt.has_focus
+
+    play(FakeClient(), story)
 
 
 def test_an_empty_draft_is_not_sent() -> None:

@@ -97,15 +97,6 @@ def test_a_branch_of_an_answer_that_is_being_written_ends_where_it_is() -> None:
     assert branch.path()[-1].status == STOPPED
 
 
-def test_a_cleared_conversation_shows_nothing_and_keeps_everything() -> None:
-    conversation = talk("a", "b")
-    conversation.clear()
-    assert conversation.path() == []
-    conversation.add(USER, "new")
-    assert texts(conversation) == ["new"]
-    assert conversation.messages[1].text == "a"
-
-
 def test_the_title_is_the_users_or_the_beginning_of_the_first_message() -> None:
     conversation = talk("  Why\n is   the sky " + "so very " * 9 + "blue?")
     assert conversation.shown_title == "Why is the sky so very so very so very…"

@@ -33,7 +33,7 @@ class MessageView(Vertical, can_focus=True):
 
     Args:
         message: What to show.
-        speaker: Who says it.
+        speaker: The model that says it; empty while none is loaded.
         candidate: Its number among candidates that stand side by side, else 0.
     """
 
@@ -64,7 +64,7 @@ class MessageView(Vertical, can_focus=True):
     def __init__(self, message: Message, speaker: str, candidate: int = 0) -> None:
         super().__init__(classes=f"-{message.role}")
         self.message = message
-        self._speaker = speaker
+        self.speaker = speaker
         self._candidate = candidate
         self._versions = (1, 1)
         self._thoughts: Line | None = None
@@ -132,16 +132,19 @@ class MessageView(Vertical, can_focus=True):
         self._thoughts.say(Content(visible(parts.reasoning)))
 
     def _header(self) -> Content:
-        name = "you" if self.message.role == USER else self._speaker
+        name = "you" if self.message.role == USER else self.speaker or "assistant"
         if self._candidate:
             name = f"[{self._candidate}] {name}"
         notes: list[str] = []
         place, count = self._versions
         if count > 1 and not self._candidate:
             notes.append(f"← {place}/{count} →")
-        if self.message.status in _STATUS:
+        if self.message.status == STREAMING and not self.speaker:
+            notes.append("waiting for a model")
+        elif self.message.status in _STATUS:
             notes.append(_STATUS[self.message.status])
         # While it grows the status line counts, and needn't be drawn at every word.
         if self.message.num_tokens and self.message.status != STREAMING:
-            notes.append(f"{self.message.num_tokens} tokens")
+            count = self.message.num_tokens
+            notes.append(f"{count} token{'s' if count > 1 else ''}")
         return Content.assemble((visible(name), "bold"), ("  " + " · ".join(notes), "dim"))

@@ -15,7 +15,7 @@ from pagedmlx.chat.answers import Progress, write_answers
 from pagedmlx.chat.client import ChatClient
 from pagedmlx.chat.pieces import visible
 from pagedmlx.chat.reasoning import code_blocks, split_reasoning
-from pagedmlx.chat.session import ASSISTANT, USER, Conversation
+from pagedmlx.chat.session import ASSISTANT, USER, Conversation, new_id
 from pagedmlx.chat.widgets.block_map import colour, letter
 from pagedmlx.chat.widgets.gauges import bar
 from pagedmlx.chat.widgets.line import Line
@@ -84,7 +84,7 @@ class ConversationPane(TabPane):
         self._editing: int | None = None
         self._work: Worker[None] | None = None
         self._num_asked = 0
-        super().__init__(self.tab_title, id=f"c-{conversation.conversation_id}")
+        super().__init__(self.tab_title, id=f"c-{new_id()}")
 
     @property
     def tab_title(self) -> Content:
@@ -209,14 +209,16 @@ class ConversationPane(TabPane):
         self.prompt.focus()
 
     async def clear(self) -> None:
-        """Begin anew."""
+        """Begin another conversation with the same settings; the last one stays saved."""
         await self.stopped()
-        self._candidates, self._editing = (), None
-        self.progress.num_prompt_tokens = None
-        self.conversation.clear()
-        self._host.save(self.conversation)
+        before = self.conversation
+        self._host.save(before)
+        self.conversation = Conversation(system=before.system, params=before.params)
+        self.transcript.conversation = self.conversation
+        self._candidates, self._editing, self.progress = (), None, Progress()
         await self.sync()
         self.show_status()
+        self._host.note_change(self)
 
     # Answers.
 
@@ -267,7 +269,7 @@ class ConversationPane(TabPane):
 
     async def sync(self) -> None:
         """Show the path as it is now."""
-        await self.transcript.sync(self._candidates, speaker=self.model_name or "assistant")
+        await self.transcript.sync(self._candidates, speaker=self.model_name)
 
     def show_status(self) -> None:
         """How much of the context is taken, and how answers are sampled."""

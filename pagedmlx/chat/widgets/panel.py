@@ -9,6 +9,7 @@ from textual.containers import Vertical
 from textual.content import Content
 
 from pagedmlx.chat.blocks import NO_SLOT, BlockHistory, holders, savings
+from pagedmlx.chat.pieces import visible
 from pagedmlx.chat.widgets.block_map import BlockMap, colour, legend, letter
 from pagedmlx.chat.widgets.gauges import Gauges
 from pagedmlx.chat.widgets.line import Line
@@ -151,4 +152,4 @@ class MemoryPanel(Vertical):
 
     def _named(self, slot: int) -> str:
         title = self._title_of(slot) if slot != NO_SLOT else "another program"
-        return f"{letter(slot)} “{title[:16]}”" if slot != NO_SLOT else title
+        return f"{letter(slot)} “{visible(title[:16])}”" if slot != NO_SLOT else title

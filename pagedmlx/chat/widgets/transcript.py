@@ -34,7 +34,7 @@ class Transcript(VerticalScroll, can_focus=False):
 
     def __init__(self, conversation: Conversation) -> None:
         super().__init__()
-        self._conversation = conversation
+        self.conversation = conversation
         self._groups: list[_Group] = []
 
     async def on_mount(self) -> None:
@@ -47,9 +47,9 @@ class Transcript(VerticalScroll, can_focus=False):
 
         Args:
             candidates: Answers that stand side by side at the end.
-            speaker: What to call the model.
+            speaker: What to call the model; empty while there is none.
         """
-        wanted: list[tuple[int, ...]] = [(each.message_id,) for each in self._conversation.path()]
+        wanted: list[tuple[int, ...]] = [(each.message_id,) for each in self.conversation.path()]
         if candidates:
             wanted[-1] = tuple(candidates)
         kept = 0
@@ -67,15 +67,16 @@ class Transcript(VerticalScroll, can_focus=False):
         self.query_one(".welcome").display = not self._groups
         for group in self._groups:
             for message_id in group.ids:
-                self.refresh_message(message_id)
+                self.refresh_message(message_id, speaker)
 
-    def refresh_message(self, message_id: int) -> None:
+    def refresh_message(self, message_id: int, speaker: str = "") -> None:
         """Show what a message says by now, if it is on the screen."""
         view = self.view(message_id)
         if view is not None and view.is_mounted:
-            versions = self._conversation.versions(message_id)
+            view.speaker = view.speaker or speaker
+            versions = self.conversation.versions(message_id)
             place = (versions.index(message_id) + 1, len(versions))
-            view.show(self._conversation.messages[message_id], place)
+            view.show(self.conversation.messages[message_id], place)
 
     def view(self, message_id: int) -> MessageView | None:
         """The view of a message that is on the screen."""
@@ -99,7 +100,7 @@ class Transcript(VerticalScroll, can_focus=False):
         self.anchor()
 
     def _widget(self, ids: tuple[int, ...], speaker: str) -> Widget:
-        messages = [self._conversation.messages[each] for each in ids]
+        messages = [self.conversation.messages[each] for each in ids]
         if len(ids) == 1:
             return MessageView(messages[0], speaker)
         views = [MessageView(each, speaker, number) for number, each in enumerate(messages, 1)]
