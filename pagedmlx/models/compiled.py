@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import mlx.core as mx
@@ -119,6 +119,9 @@ class CompiledDecode:
     def _trace(self, like: PagedBatch, plans: Plans) -> Callable[..., tuple[mx.array, mx.array]]:
         """The function to compile: a step of ``like``'s shape, from nothing but arrays."""
         metadata = _Metadata.of(like.host, plans)
+        # A graph outlives the sequences of the step that it was made for.
+        host = replace(like.host, sequences=(), sample_sequences=(), unread_sequences=())
+        like = replace(like, host=host)
 
         def step(
             token_ids: mx.array, packed: mx.array, token: mx.array

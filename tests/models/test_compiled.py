@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -69,11 +70,19 @@ class Decoding:
         rows = batch.token_ids + 10 * batch.positions + slots
         return (rows + self.backend.followed.sum() + self.pool[0])[:, None]
 
-    def step(self, contexts: Sequence[int], plan: Sequence[int], kind: str = "whole") -> mx.array:
+    def step(
+        self,
+        contexts: Sequence[int],
+        plan: Sequence[int],
+        kind: str = "whole",
+        sequences: tuple[Any, ...] = (),
+    ) -> mx.array:
         """One decode step, in the usual way where there is no graph yet."""
         spans = [(context - 1, 1) for context in contexts]
         rng = np.random.default_rng(sum(contexts))
-        batch = upload(make_batch(spans, block_size=4, num_blocks=64, rng=rng))
+        host = make_batch(spans, block_size=4, num_blocks=64, rng=rng)
+        host = replace(host, sequences=sequences, sample_sequences=sequences)
+        batch = upload(host)
         self.backend.next_plans = Plans([np.array(plan, np.int32)], kind)
         logits = self.compiled(batch)
         expected = batch.token_ids + 10 * batch.positions + batch.groups[0].slot_mapping + sum(plan)
@@ -151,3 +160,16 @@ def test_graphs_and_the_arrays_in_them_are_gone_at_once_when_dropped() -> None:
         assert mx.get_active_memory() <= before - (4 << 20) + 4096
     finally:
         gc.enable()
+
+
+def test_a_graph_keeps_no_sequence_of_the_step_that_it_was_made_for() -> None:
+    class Marker:
+        pass
+
+    decoding, markers = Decoding(), [Marker() for _ in range(MIN_USES)]
+    gone = [weakref.ref(marker) for marker in markers]
+    while markers:
+        decoding.step([5], [1], sequences=(markers.pop(),))
+    assert decoding.compiled._graphs
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * MIN_USES
