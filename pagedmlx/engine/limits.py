@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+
 import mlx.core as mx
 
 
@@ -14,22 +17,52 @@ class MemoryLimits:
     On Metal the memory that is used stays wired, as in mlx-lm's own generation: a model nearly as
     large as memory would else be paged out between steps.
 
+    Of several, which may end in any order, the newest has the word: its limit counts what the
+    others use. MLX's own limits come back after the last.
+
     Args:
         limit_bytes: All that the process may use on the device; None leaves MLX's own limit.
     """
 
     def __init__(self, limit_bytes: int | None) -> None:
-        self._limit = None if limit_bytes is None else mx.set_memory_limit(limit_bytes)
-        self._wired = None
+        if limit_bytes is not None:
+            _MEMORY.hold(self, limit_bytes)
         if mx.metal.is_available():
-            self._wired = mx.set_wired_limit(
-                int(mx.device_info()["max_recommended_working_set_size"])
-            )
+            _WIRED.hold(self, int(mx.device_info()["max_recommended_working_set_size"]))
 
     def undo(self) -> None:
-        """Set the limits as they were before; idempotent."""
-        if self._limit is not None:
-            mx.set_memory_limit(self._limit)
-        if self._wired is not None:
-            mx.set_wired_limit(self._wired)
-        self._limit = self._wired = None
+        """Say no more of the limits; idempotent."""
+        _MEMORY.let_go(self)
+        _WIRED.let_go(self)
+
+
+class _Limit:
+    """One of MLX's limits, and who holds it.
+
+    Args:
+        change: Sets it and returns what it was.
+    """
+
+    def __init__(self, change: Callable[[int], int]) -> None:
+        self._change = change
+        self._own = 0
+        self._held: dict[MemoryLimits, int] = {}
+        # Engines of one process may load and close on their own threads.
+        self._lock = threading.Lock()
+
+    def hold(self, holder: MemoryLimits, value: int) -> None:
+        with self._lock:
+            before = self._change(value)
+            if not self._held:
+                self._own = before
+            self._held[holder] = value
+
+    def let_go(self, holder: MemoryLimits) -> None:
+        with self._lock:
+            if self._held.pop(holder, None) is not None:
+                self._change(next(reversed(self._held.values()), self._own))
+
+
+# MLX has one of each for the process, and so who holds it must be known in all of it.
+_MEMORY = _Limit(lambda value: mx.set_memory_limit(value))
+_WIRED = _Limit(lambda value: mx.set_wired_limit(value))

@@ -40,6 +40,18 @@ def test_a_limit_holds_until_it_is_undone(own: int) -> None:
     mx.set_memory_limit(own)
 
 
+def test_of_several_the_newest_has_the_word_whichever_ends_first(own: int) -> None:
+    for first in (0, 1):
+        engines = [MemoryLimits(7 * GIB), MemoryLimits(9 * GIB)]
+        assert current() == 9 * GIB
+        engines.pop(first).undo()
+        assert current() == (7, 9)[1 - first] * GIB
+        MemoryLimits(2 * GIB).undo()
+        assert current() == (7, 9)[1 - first] * GIB
+        engines.pop().undo()
+        assert current() == own
+
+
 def test_no_limit_leaves_mlxs_own(own: int) -> None:
     limits = MemoryLimits(None)
     assert current() == own
