@@ -262,6 +262,9 @@ def _bad_words(
 
 
 def _token_id(value: object) -> int:
+    # Prompts are long, and asking for an interface is slow.
+    if type(value) is int:
+        return value
     try:
         if isinstance(value, SupportsIndex) and not isinstance(value, bool):
             return operator.index(value)
@@ -271,7 +274,7 @@ def _token_id(value: object) -> int:
 
 
 def _check_range(field: str, token_ids: tuple[int, ...], vocab_size: int) -> None:
-    for token in token_ids:
+    for token in (min(token_ids, default=0), max(token_ids, default=0)):
         if not 0 <= token < vocab_size:
             raise InvalidRequestError(field, f"{token} must be at least 0 and below {vocab_size}")
 
