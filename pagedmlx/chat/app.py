@@ -30,6 +30,7 @@ from pagedmlx.chat.screens.settings import SettingsScreen
 from pagedmlx.chat.session import Conversation
 from pagedmlx.chat.store import Store, StoreError
 from pagedmlx.chat.watching import Watching
+from pagedmlx.chat.watching import Watching
 from pagedmlx.chat.terminal import Terminal
 from pagedmlx.chat.widgets.banner import Banner
 from pagedmlx.chat.widgets.block_map import BlockMap
@@ -41,6 +42,9 @@ from pagedmlx.errors import PagedMLXError
 _SAVE_S = 1.0
 _AGAIN_S = 2.0
 """Two presses of Ctrl+C within this time leave."""
+_APART = frozenset({"close", "delete", "stats"})
+"""They end the pane that passes them on, or wait for an endpoint; others are obeyed in order."""
+
 
 
 class ChatApp(App[int]):
@@ -157,7 +161,7 @@ class ChatApp(App[int]):
             await pane.sync()
             pane.show_status()
         if self.options.scene is not None:
-            self.run_worker(self.options.scene(self))  # type: ignore[arg-type]
+            self.run_worker(self.options.scene(self), exit_on_error=False)  # type: ignore[arg-type]
 
     # Conversations.
 
@@ -212,28 +216,34 @@ class ChatApp(App[int]):
         try:
             command = parse(text)
         except PagedMLXError as error:
-            self._tell_error(error)
+            self._refuse(pane, text, error)
             return
-        if command is None:
-            await pane.send(message_text(text))
+        work = self._carry_out(pane, text, command)
+        if command is not None and command[0].name in _APART:
+            self.run_worker(work)
         else:
-            self.prompts.append(text.strip())
-            pane.prompt.sent()
-            # The pane may be closed by it, and can't wait for its own end.
-            self.run_worker(self._obey(pane, *command), exit_on_error=False)
+            await work
 
-    async def _obey(self, pane: ConversationPane, command: Command, rest: str) -> None:
+    async def _carry_out(
+        self, pane: ConversationPane, text: str, command: tuple[Command, str] | None
+    ) -> None:
         try:
-            await obey(self, pane, command, rest)
-        except PagedMLXError as error:
-            self._tell_error(error)
+            if command is None:
+                await pane.send(message_text(text))
+            else:
+                self.prompts.append(text.strip())
+                await obey(self, pane, *command)
+        except Exception as error:
+            self._refuse(pane, text, error)
+
+    def _refuse(self, pane: ConversationPane, text: str, error: Exception) -> None:
+        pane.prompt.put_back(text)
+        hint = error.hint if isinstance(error, PagedMLXError) else type(error).__name__
+        self.tell(f"{error}. {hint}".strip(), error=True)
 
     def _complain_later(self, text: str) -> None:
         # The first complaint may come before there is a screen.
         self.call_later(lambda: self.tell(text, error=True))
-
-    def _tell_error(self, error: PagedMLXError) -> None:
-        self.tell(f"{error}. {error.hint}".strip(), error=True)
 
     def save(self, conversation: Conversation) -> None:
         """Keep a conversation; a failure is told once, and tried again later."""

@@ -113,6 +113,53 @@ def test_a_paste_while_an_answer_streams_stays_a_draft() -> None:
     play(client, story)
 
 
+def test_what_is_typed_ahead_belongs_to_the_next_message() -> None:
+    async def story(app: ChatApp, pilot: Pilot[int]) -> None:
+        def type_ahead(*keys: str) -> None:
+            # All of it is there before anything of it is done.
+            for key in keys:
+                character = {"enter": None, "space": " ", "slash": "/"}.get(key, key)
+                app.post_message(events.Key(key, character))
+
+        type_ahead("slash", *"set", "space", "n", "space", "2", "enter", *"one", "enter", *"two")
+        await settle(pilot)
+        await until(pilot, lambda: app.pane.prompt.text == "two")
+        assert [request.params.n for request in client.requests] == [2]
+        assert texts(app)[0] == "one"
+        await settle(pilot)
+        client.gate = asyncio.Semaphore(0)
+        type_ahead("enter", *"three", "enter", *"four")
+        await told(pilot, "still answering")
+        await until(pilot, lambda: app.pane.prompt.text == "three\nfour")
+        client.gate = None
+        await pilot.press("escape")
+        await settle(pilot)
+
+    client = FakeClient()
+    play(client, story)
+
+
+def test_enter_twice_does_once_what_a_command_says() -> None:
+    async def story(app: ChatApp, pilot: Pilot[int]) -> None:
+        app.pane.prompt.put("/new")
+        for _ in range(3):
+            app.post_message(events.Key("enter", None))
+        await until(pilot, lambda: len(app.panes) == 2)
+        await calm(pilot)
+        assert len(app.panes) == 2
+
+    play(FakeClient(), story)
+
+
+def test_a_command_that_is_refused_comes_back_to_be_put_right() -> None:
+    async def story(app: ChatApp, pilot: Pilot[int]) -> None:
+        for text in ("/frob", "/set top_p 7", "/save ~nobody-here/x.md"):
+            await say(pilot, text)
+            await until(pilot, lambda text=text: app.pane.prompt.text == text)
+
+    play(FakeClient(), story)
+
+
 def test_new_lines_are_typed_and_the_prompt_grows() -> None:
     async def story(app: ChatApp, pilot: Pilot[int]) -> None:
         await pilot.press("a", "ctrl+j", "b", "alt+enter", "c")

@@ -22,6 +22,7 @@ from pagedmlx.chat.widgets.line import Line
 from pagedmlx.chat.widgets.message import MessageView
 from pagedmlx.chat.widgets.prompt import Prompt
 from pagedmlx.chat.widgets.transcript import Transcript
+from pagedmlx.errors import PagedMLXError
 
 _TITLE_LENGTH = 18
 
@@ -136,16 +137,18 @@ class ConversationPane(TabPane):
         Args:
             text: What it says.
             n: Number of candidate answers, if not the conversation's own.
+
+        Raises:
+            PagedMLXError: An answer is under way.
         """
-        if self._is_refused():
-            return
+        if self.is_busy:
+            raise PagedMLXError("still answering", hint="Escape stops it")
         parent_id = None
         if self._editing is not None:
             parent_id = self.conversation.messages[self._editing].parent_id
         self._editing, self._candidates = None, ()
         self.conversation.add(USER, text, parent_id=parent_id)
         self._host.prompts.append(text)
-        self.prompt.sent()
         await self._ask(n)
 
     async def retry(self, message_id: int | None = None) -> None:
@@ -153,7 +156,9 @@ class ConversationPane(TabPane):
         path = self.conversation.path()
         if not path:
             self._host.tell("there is nothing to answer yet")
-        elif not self._is_refused():
+        elif self.is_busy:
+            self._host.tell("still answering; Escape stops it")
+        else:
             at = path[-1] if message_id is None else self.conversation.messages[message_id]
             self._candidates = ()
             await self._ask(None, at.parent_id if at.role == ASSISTANT else at.message_id)
@@ -187,7 +192,7 @@ class ConversationPane(TabPane):
             return True
         was_editing, self._editing = self._editing is not None, None
         if was_editing:
-            self.prompt.sent()
+            self.prompt.begin_anew()
             self.show_status()
         return was_editing
 
@@ -293,11 +298,6 @@ class ConversationPane(TabPane):
         if self.conversation.system:
             parts.append("system message")
         return " · ".join(parts)
-
-    def _is_refused(self) -> bool:
-        if self.is_busy:
-            self._host.tell("still answering; Escape stops it")
-        return self.is_busy
 
     # Events.
 

@@ -59,10 +59,14 @@ class Prompt(TextArea):
         self.text = text
         self.move_cursor(self.document.end)
 
-    def sent(self) -> None:
+    def begin_anew(self) -> None:
         """Begin a new draft."""
         self._place, self._draft = None, ""
         self.text = ""
+
+    def put_back(self, text: str) -> None:
+        """Put what was submitted before what has been typed since then."""
+        self.put(f"{text}\n{self.text}" if self.text else text)
 
     def action_leave(self, where: str) -> None:
         """Pass on that the user wants to move in the transcript."""
@@ -72,6 +76,8 @@ class Prompt(TextArea):
         if event.key == "enter":
             self._take(event)
             self.post_message(self.Submitted(self, self.text))
+            # At once: what is typed before somebody reads it is the next message.
+            self.begin_anew()
         elif event.key in _NEW_LINE:
             self._take(event)
             self.insert("\n")
