@@ -370,7 +370,7 @@ def measure_prefill(rows: int, cached: int) -> dict[str, Any]:
     in a model, with its rows written before, which spares a whole prompt the gather.
     """
     shape = Shape(f"{rows} rows over {cached}", (rows + cached,))
-    length = 8
+    length = CHAIN
     result: dict[str, Any] = {"shape": shape.name}
     for path, write in product(("gather", "kernel", "wide"), (False, True)):
         columns = 2 if path == "wide" else 1
