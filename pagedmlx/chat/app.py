@@ -29,9 +29,8 @@ from pagedmlx.chat.screens.saved import SavedScreen
 from pagedmlx.chat.screens.settings import SettingsScreen
 from pagedmlx.chat.session import Conversation
 from pagedmlx.chat.store import Store, StoreError
-from pagedmlx.chat.watching import Watching
-from pagedmlx.chat.watching import Watching
 from pagedmlx.chat.terminal import Terminal
+from pagedmlx.chat.watching import Watching
 from pagedmlx.chat.widgets.banner import Banner
 from pagedmlx.chat.widgets.block_map import BlockMap
 from pagedmlx.chat.widgets.markdown import GrowingMarkdown
@@ -42,9 +41,9 @@ from pagedmlx.errors import PagedMLXError
 _SAVE_S = 1.0
 _AGAIN_S = 2.0
 """Two presses of Ctrl+C within this time leave."""
+
 _APART = frozenset({"close", "delete", "stats"})
 """They end the pane that passes them on, or wait for an endpoint; others are obeyed in order."""
-
 
 
 class ChatApp(App[int]):
@@ -212,7 +211,7 @@ class ChatApp(App[int]):
         self.pane.prompt.focus()
 
     async def submit(self, pane: ConversationPane, text: str) -> None:
-        """Obey a command, or send a message."""
+        """Obey a command, or send a message; what is refused is put back into the prompt."""
         try:
             command = parse(text)
         except PagedMLXError as error:
