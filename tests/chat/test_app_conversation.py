@@ -12,6 +12,7 @@ from textual.pilot import Pilot
 from textual.widgets import Collapsible
 
 from pagedmlx.chat.app import ChatApp
+from pagedmlx.chat.options import ChatOptions
 from pagedmlx.chat.widgets.message import MessageView
 from tests.support.chat import (
     FakeClient,
@@ -435,6 +436,29 @@ def test_what_is_typed_where_nothing_takes_it_goes_to_the_prompt(place: str) -> 
         assert app.pane.prompt.has_focus
 
     play(FakeClient(), story)
+
+
+def test_a_short_conversation_is_at_the_top() -> None:
+    async def story(app: ChatApp, pilot: Pilot[int]) -> None:
+        await say(pilot, "why?")
+        await settle(pilot)
+        assert app.query(MessageView).first().region.y == app.pane.transcript.region.y
+
+    play(FakeClient(), story)
+
+
+def test_notices_do_not_cover_the_prompt() -> None:
+    async def run() -> None:
+        client = FakeClient()
+        app = ChatApp(ChatOptions(lambda _name: client, "fake"))
+        async with app.run_test(size=(80, 24), notifications=True) as pilot:
+            app.tell("a notice")
+            await shows(pilot, "a notice")
+            assert "a notice" in screen_text(app).split("\n")[0]
+            app.action_leave()
+            await until(pilot, lambda: app.return_code is not None)
+
+    asyncio.run(run())
 
 
 def test_an_empty_draft_is_not_sent() -> None:

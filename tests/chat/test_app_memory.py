@@ -177,6 +177,7 @@ def test_an_endpoint_that_tells_nothing_has_no_map() -> None:
         async with running(FakeClient()) as (app, pilot):
             await until(pilot, lambda: "does not tell" in screen_text(app))
             assert not app.query_one(BlockMap).display
+            await until(pilot, lambda: app.query_one(MemoryPanel).size.height == 1)
 
     asyncio.run(run())
 

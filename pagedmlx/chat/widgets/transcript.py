@@ -64,7 +64,7 @@ class Transcript(VerticalScroll, can_focus=False):
             widget = self._widget(ids, speaker)
             self._groups.append(_Group(ids, widget))
         await self.mount_all([group.widget for group in self._groups[kept:]])
-        self.query_one(".welcome").display = not self._groups
+        self.query_one(".welcome").visible = not self._groups
         for group in self._groups:
             for message_id in group.ids:
                 self.refresh_message(message_id, speaker)
