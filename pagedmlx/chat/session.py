@@ -6,6 +6,7 @@ question are siblings in the tree, and one of them is chosen.
 
 from __future__ import annotations
 
+import random
 import time
 import uuid
 from collections.abc import Iterable, Mapping
@@ -28,7 +29,7 @@ class Message:
     """One message, or one version of it.
 
     Attributes:
-        message_id: Unique in its conversation, from 1.
+        message_id: Unique in its conversation; later ones are larger.
         parent_id: The message before it; ``ROOT`` for the first.
         role: ``user`` or ``assistant``.
         text: What it says, reasoning included.
@@ -66,6 +67,7 @@ class Conversation:
         chosen: For each message with others after it, the one that is shown.
         changed: Ids of messages that the store doesn't have in this form.
         created_s: When it began, in seconds since 1970.
+        next_id: Id of the next message.
     """
 
     conversation_id: str = field(default_factory=new_id)
@@ -76,6 +78,7 @@ class Conversation:
     chosen: dict[int, int] = field(default_factory=dict[int, int])
     changed: set[int] = field(default_factory=set[int])
     created_s: float = field(default_factory=time.time)
+    next_id: int = ROOT + 1
 
     @property
     def shown_title(self) -> str:
@@ -117,13 +120,14 @@ class Conversation:
             path = self.path()
             parent_id = path[-1].message_id if path else ROOT
         message = Message(
-            message_id=max(self.messages, default=ROOT) + 1,
+            message_id=self.next_id,
             parent_id=parent_id,
             role=role,
             text=text,
             status=STREAMING if role == ASSISTANT else DONE,
             created_s=time.time(),
         )
+        self.next_id += 1
         self.messages[message.message_id] = message
         self.changed.add(message.message_id)
         self.chosen[parent_id] = message.message_id
@@ -189,7 +193,11 @@ class Conversation:
 
 
 def restored(messages: Iterable[Message], chosen: Mapping[int, int], **fields: Any) -> Conversation:
-    """A conversation as it was saved; an answer that was being written then was stopped."""
+    """A conversation as it was saved; an answer that was being written then was stopped.
+
+    Another window may have the same conversation: its messages have other ids than those that
+    are added here, and what only one of the two has chosen is shown.
+    """
     found = {
         message.message_id: replace(message, status=STOPPED)
         if message.status == STREAMING
@@ -197,9 +205,11 @@ def restored(messages: Iterable[Message], chosen: Mapping[int, int], **fields: A
         for message in messages
     }
     # A choice may have been saved without its message, or the file edited.
-    kept = {
+    kept = {message.parent_id: message_id for message_id, message in sorted(found.items())}
+    kept |= {
         parent: child
         for parent, child in chosen.items()
         if child in found and found[child].parent_id == parent
     }
-    return Conversation(messages=found, chosen=kept, **fields)
+    next_id = max(found, default=ROOT) + random.randint(1, 2**32)
+    return Conversation(messages=found, chosen=kept, next_id=next_id, **fields)

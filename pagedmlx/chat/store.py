@@ -106,17 +106,17 @@ class Store:
         Raises:
             StoreError: It can't be written, such as on a full disk; the changes stay noted.
         """
-        written = sorted(conversation.changed)
-        rows = [
-            (conversation.conversation_id, *_values(conversation.messages[message_id]))
-            for message_id in written
-        ]
+        name = conversation.conversation_id
         marks = ", ".join("?" * (1 + len(fields(Message))))
         with _errors("the conversation can't be saved"), self._transaction():
+            is_there = self._db.execute("SELECT 1 FROM conversations WHERE id = ?", (name,))
+            # Another window may have deleted what goes on here.
+            written = sorted(conversation.changed if is_there.fetchone() else conversation.messages)
+            rows = [(name, *_values(conversation.messages[each])) for each in written]
             self._db.execute(
                 "INSERT OR REPLACE INTO conversations VALUES (?, ?, ?, ?, ?, ?, ?)",
                 (
-                    conversation.conversation_id,
+                    name,
                     conversation.shown_title,
                     conversation.system,
                     json.dumps(asdict(conversation.params)),

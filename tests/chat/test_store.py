@@ -187,3 +187,52 @@ def test_settings_are_kept(tmp_path: Path) -> None:
     store.keep_setting("theme", "gruvbox")
     store.close()
     assert Store(tmp_path / "chat.db").setting("theme") == "gruvbox"
+
+
+def test_two_windows_on_one_conversation_lose_nothing(path: Path) -> None:
+    first, second = Store(path), Store(path)
+    began = talk("why?", "because")
+    first.save(began, 1.0)
+    one, two = (store.load(began.conversation_id) for store in (first, second))
+    for store, conversation, said in (
+        (first, one, "typed in window one"),
+        (second, two, "typed in window two"),
+        (first, began, "typed in the window that began"),
+    ):
+        conversation.add(USER, said)
+        conversation.add(ASSISTANT, f"answer to what was {said}")
+        store.save(conversation, 2.0)
+    found = first.load(began.conversation_id)
+    said = {message.text for message in found.messages.values()}
+    assert {"typed in window one", "typed in window two"} < said
+    assert len(found.messages) == 8
+    # All three are versions of the next question, and each still has its answer.
+    for message_id in found.versions(found.path()[2].message_id):
+        found.choose(message_id)
+        assert found.path()[3].text == f"answer to what was {found.path()[2].text}"
+    first.close()
+    second.close()
+
+
+def test_what_another_window_went_on_with_is_shown(path: Path) -> None:
+    store = Store(path)
+    began = talk("why?", "because")
+    store.save(began, 1.0)
+    other = store.load(began.conversation_id)
+    other.add(USER, "and then?")
+    store.save(other, 2.0)
+    store.save(began, 3.0)
+    found = store.load(began.conversation_id).path()
+    assert [each.text for each in found] == ["why?", "because", "and then?"]
+    store.close()
+
+
+def test_what_goes_on_after_another_window_has_deleted_it_is_whole(path: Path) -> None:
+    store = Store(path)
+    conversation = talk("why?", "because")
+    store.save(conversation, 1.0)
+    store.delete(conversation.conversation_id)
+    conversation.add(USER, "and then?")
+    store.save(conversation, 2.0)
+    assert store.load(conversation.conversation_id).path() == conversation.path()
+    store.close()
