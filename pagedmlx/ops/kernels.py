@@ -37,8 +37,8 @@ class KernelBackend:
         launcher: Runs the kernels.
         wave: Threadgroups that the device runs at once; long sequences are cut so that about as
             many run.
-        deterministic: Cut each sequence by its own length alone, so that its neighbours change
-            nothing in its result.
+        deterministic: Cut each sequence by its own length alone, and leave prefill chunks to the
+            kernel, so that neighbours and steps before change nothing in a result.
         prefill: Who attends prefill chunks; also forced, it is the gather where the kernel can't.
         decode: How the decode kernel multiplies; also forced, by lanes where matrices can't.
         cascade: Whether tokens that sequences share are attended once.
@@ -63,7 +63,10 @@ class KernelBackend:
     ) -> None:
         self.launcher = launcher
         self.wave = wave
-        self._chooser = PrefillChooser(PrefillPath(prefill), launcher.platform, wave)
+        path = PrefillPath(prefill)
+        if deterministic and path is PrefillPath.AUTO:
+            path = PrefillPath.KERNEL  # by itself it may be another one the next time
+        self._chooser = PrefillChooser(path, launcher.platform, wave)
         self._planner = DecodePlanner(
             launcher.platform,
             wave,
@@ -119,6 +122,11 @@ class KernelBackend:
         """Attend shared tokens once in such layers if that spares at least so many tokens."""
         prefill = self._planner.prefill_variant(kind)
         self._planner.cascades.thresholds[prefill] = num_tokens
+
+    def avoid_cascades(self) -> None:
+        """Choose none any more: neither for tokens that sequences share nor for short chunks."""
+        self._planner.cascades.thresholds.clear()
+        self._chooser.may_take_rows = False
 
     def plan_ahead(self, batch: PagedBatch) -> DecodePlans | None:
         """Plan a step before the model runs, for the kinds of layers that the last step had.

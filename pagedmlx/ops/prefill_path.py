@@ -55,9 +55,13 @@ class PrefillChooser:
         path: Whom to take, where it can.
         platform: Whose GPU.
         wave: Threadgroups that it runs at once.
+
+    Attributes:
+        may_take_rows: Whether rows are taken one by one where nothing is forced.
     """
 
     def __init__(self, path: PrefillPath, platform: Platform, wave: int) -> None:
+        self.may_take_rows = True
         self._path = path
         self._platform = platform
         self._wave = wave
@@ -80,7 +84,8 @@ class PrefillChooser:
         can_be_rows = not is_masked and num_before >= variant.pool.block_size
         if self._path is not PrefillPath.AUTO:
             return self._path if can_be_rows else PrefillPath.KERNEL
-        if can_be_rows and num_rows <= _MAX_ROWS and num_before >= _MIN_BEFORE:
+        is_short = num_rows <= _MAX_ROWS and num_before >= _MIN_BEFORE
+        if can_be_rows and is_short and self.may_take_rows:
             num_tiles = -(-num_rows * variant.factor // variant.vectors)
             if 2 * num_tiles * variant.pool.num_kv_heads <= self._wave:
                 return PrefillPath.ROWS

@@ -34,6 +34,10 @@ SHAPES = ((16, 8192), (16, 4096), (16, 2048), (8, 2048), (8, 1024), (4, 1024))
 MIN_GAIN = 1.3
 """How much faster at least: a launch more may cost a busy host more than here."""
 
+MAX_DIFFERENCE = 0.1
+"""Of two ways to attend the same rows, as a share of the largest element: far above what rounding
+explains, and far below what a wrong one gives."""
+
 _NUM_OWN = 64
 _CHAIN = 8
 """Attentions that depend on each other, as the layers of a model do."""
@@ -41,7 +45,7 @@ _ROUNDS = 3
 
 
 def tune(backend: KernelBackend) -> list[str]:
-    """Have a backend attend shared tokens once where that is faster on this device.
+    """Have a backend attend shared tokens once where that is faster on this device, and right.
 
     Args:
         backend: Has attended already, so that it knows the model's layers.
@@ -54,9 +58,10 @@ def tune(backend: KernelBackend) -> list[str]:
         if not prefill_variant(base).is_supported:
             continue
         try:
-            _compile_prefills(backend, base)
+            _compare_prefills(backend, base)
             threshold = measure_threshold(backend.launcher, backend.wave, base)
         except KernelError as error:
+            backend.avoid_cascades()
             return [f"shared beginnings: read for each sequence: {first_line(error)}"]
         if threshold is None:
             notes.append("shared beginnings: read for each sequence, which is as fast here")
@@ -93,8 +98,12 @@ def measure_threshold(
     return threshold
 
 
-def _compile_prefills(backend: KernelBackend, base: DecodeVariant) -> None:
-    """Attend a short chunk in every way that may be chosen later."""
+def _compare_prefills(backend: KernelBackend, base: DecodeVariant) -> None:
+    """Attend a short chunk in every way that may be chosen later; each is compiled by that.
+
+    Raises:
+        KernelError: One of them can't be compiled, or they differ.
+    """
     ways = {PrefillPath.KERNEL, PrefillPath.ROWS}
     if backend.launcher.platform is Platform.CUDA:
         ways.add(PrefillPath.GATHER)
@@ -103,9 +112,17 @@ def _compile_prefills(backend: KernelBackend, base: DecodeVariant) -> None:
     tables = np.arange(num_blocks, dtype=np.int32)[None]
     end = num_blocks * base.pool.block_size
     layer = _Layer(backend.launcher, base, num_blocks, num_rows)
+    layer.write(0)
     batch = upload(_lay_out(tables, np.array([end], np.int32), num_rows, base.pool.block_size))
-    for way in sorted(ways):
+    found = [
         layer.attend(KernelBackend(backend.launcher, backend.wave, prefill=way), batch, 1)
+        for way in sorted(ways)
+    ]
+    expected = found[0]
+    for output in found[1:]:
+        difference = np.abs(output - expected).max() / np.abs(expected).max()
+        if not difference <= MAX_DIFFERENCE:
+            raise KernelError(f"two ways to attend a prompt differ by {difference:.2g}")
 
 
 class _Layer:
@@ -140,14 +157,23 @@ class _Layer:
         )
         mx.eval(self._queries, self._keys, self._values)
 
-    def attend(self, backend: KernelBackend, batch: PagedBatch, times: int) -> None:
-        """Write and attend so many times, each depending on the one before, and wait."""
-        output = self._queries
+    def write(self, first_slot: int) -> None:
+        """Write its rows from that slot on."""
+        slots = first_slot + np.arange(len(self._keys), dtype=np.int64)
+        self._store.write(0, self._keys, self._values, mx.array(slots))
+
+    def attend(
+        self, backend: KernelBackend, batch: PagedBatch, times: int
+    ) -> npt.NDArray[np.float32]:
+        """Write and attend so many times, each depending on the one before; the last output."""
+        queries = output = self._queries
         for _ in range(times):
             self._store.write(0, self._keys, self._values, batch.groups[0].slot_mapping)
-            output = backend.attend(output, 0, 0, self._store, batch, self._params)
-            output = self._queries + output[..., :1]
+            output = backend.attend(queries, 0, 0, self._store, batch, self._params)
+            queries = self._queries + output[..., :1]
+        output = output.astype(mx.float32)
         self._store.commit(output)
+        return np.array(output)
 
 
 def _gain(launcher: Launcher, wave: int, base: DecodeVariant, count: int, shared: int) -> float:

@@ -14,6 +14,8 @@ from pagedmlx.kv.layout import AxisOrder
 from pagedmlx.ops.base import AttentionParams, upload
 from pagedmlx.ops.in_place import InPlaceWriter
 from pagedmlx.ops.kernels import KernelBackend, unsupported
+from pagedmlx.ops.launch import Platform
+from pagedmlx.ops.prefill import prefill_variant
 from pagedmlx.ops.variants import HEAD_DIMS, DecodeVariant, MergeVariant, PoolShape
 from tests.metal.check import check
 from tests.metal.launcher import FiberLauncher, RecordingLauncher
@@ -77,6 +79,15 @@ def test_neighbours_change_no_bit_in_deterministic_mode(sinks: bool) -> None:
             queries=case.queries[rows],
         ).attend(KernelBackend(launcher, deterministic=True), params)
         assert np.array_equal(alone, together[rows])
+
+
+@pytest.mark.parametrize("is_fixed", [False, True])
+def test_steps_before_change_nothing_in_deterministic_mode(is_fixed: bool) -> None:
+    launcher = FiberLauncher(platform=Platform.CUDA)
+    chooser = KernelBackend(launcher, deterministic=is_fixed)._chooser
+    variant = prefill_variant(DecodeVariant(PoolShape("float16", 8, 128, 128, 16), "float16", 4))
+    chosen = {str(chooser.choose(variant, 2048, 4096, False)) for _ in range(9)}
+    assert chosen == ({"kernel"} if is_fixed else {"kernel", "gather"})
 
 
 @pytest.mark.parametrize("split", [False, True])

@@ -82,6 +82,9 @@ def test_a_short_chunk_that_would_leave_the_gpu_idle_goes_by_rows(platform: Plat
     # 96 rows of 4 query heads are 12 tiles, for each of 2 KV heads.
     assert is_by_rows(96, 4000, wave=48)
     assert not is_by_rows(96, 4000, wave=47)
+    chooser = PrefillChooser(PrefillPath.AUTO, platform, 528)
+    chooser.may_take_rows = False
+    assert chooser.choose(variant(), 96, 4096, False) != "rows"
 
 
 def cuda_chooser() -> PrefillChooser:

@@ -11,7 +11,7 @@ from pagedmlx.ops import tuning
 from pagedmlx.ops.base import AttentionParams
 from pagedmlx.ops.in_place import InPlaceWriter
 from pagedmlx.ops.kernels import KernelBackend
-from pagedmlx.ops.launch import Launch
+from pagedmlx.ops.launch import Kernel, Launch
 from pagedmlx.ops.prefill import prefill_variant
 from pagedmlx.ops.tuning import MIN_GAIN, SHAPES, measure_threshold, tune
 from pagedmlx.ops.variants import DecodeVariant
@@ -79,9 +79,32 @@ def test_a_kernel_that_does_not_compile_leaves_it_off(
         raise KernelError("merge doesn't compile")
 
     monkeypatch.setattr(tuning, "_gain", fail)
+    assert backend._chooser.may_take_rows
     (note,) = tune(backend)
     assert "merge doesn't compile" in note
     assert not backend._planner.cascades.thresholds
+    assert not backend._chooser.may_take_rows
+
+
+@pytest.mark.parametrize("planted", ["", "is_wrong"])
+def test_a_way_that_gives_something_else_is_not_taken(
+    planted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def change(kernel: Kernel, source: str) -> str:
+        is_shared = "partials" in kernel.output_names and "_prefill_" in kernel.name
+        if not planted or not is_shared:
+            return source
+        assert "const int start = work[5];" in source
+        return source.replace("const int start = work[5];", "const int start = work[5] + 8;")
+
+    launcher = FiberLauncher(change=change)
+    backend = KernelBackend(launcher)
+    case = make_case(SPANS, writer=InPlaceWriter(launcher), k_head_dim=64, v_head_dim=64)
+    case.attend(backend, AttentionParams(scale=0.125))
+    gains(monkeypatch, 2.0, 1.0)
+    (note,) = tune(backend)
+    assert ("differ by" in note) is bool(planted)
+    assert backend._chooser.may_take_rows is not bool(planted)
 
 
 @pytest.mark.parametrize("sinks", [False, True])
