@@ -72,6 +72,7 @@ class ChatApp(App[int]):
         self._slot_of: dict[str, int] = {}
         self._interrupted_s = float("-inf")
         self._leaving = False
+        self._accepted_loss = ""
         self.watching = Watching(self)
         self.saving = Saving(options.store_path, self._complain_later)
 
@@ -249,9 +250,11 @@ class ChatApp(App[int]):
         self.saving.save(conversation)
 
     def _save_all(self) -> None:
-        for pane in self.panes:
-            if pane.conversation.changed:
-                self.save(pane.conversation)
+        self.saving.save_all(pane.conversation for pane in self.panes)
+
+    def is_unsaved(self, conversation: Conversation) -> bool:
+        """Whether a conversation could not be kept."""
+        return self.saving.is_unsaved(conversation)
 
     # What panes tell.
 
@@ -366,8 +369,19 @@ class ChatApp(App[int]):
             self.tell("Ctrl+C once more, or Ctrl+Q, leaves")
 
     def action_leave(self, code: int = 0) -> None:
-        """Leave: stop everything, save, and give the terminal back."""
-        if not self._leaving:
+        """Leave: stop everything, save, and give the terminal back.
+
+        Args:
+            code: The exit code; 0 if the user wants to leave, who is asked if text would be lost.
+        """
+        self._save_all()
+        problem = self.saving.problem
+        if problem and problem != self._accepted_loss and not code:
+            self._accepted_loss = problem
+            self.tell(
+                f"{problem}. /save FILE writes it elsewhere; again leaves all the same", error=True
+            )
+        elif not self._leaving:
             self._leaving = True
             self.run_worker(self._leave(code), exit_on_error=False)
 

@@ -9,11 +9,12 @@ from pagedmlx.chat.options import ChatOptions
 from pagedmlx.chat.terminal import signals_leave
 
 
-def run_app(options: ChatOptions) -> tuple[int, bool]:
+def run_app(options: ChatOptions) -> tuple[int, bool, str]:
     """Run the chat until the user leaves; the terminal is as before afterwards.
 
     Returns:
-        The exit code, and whether everything has ended; if not, the process should not wait.
+        The exit code; whether everything has ended, for if not, the process should not wait; and
+        what could not be saved, or nothing.
     """
     app = ChatApp(options)
     # Not asyncio.run: at its end it would wait for threads that download or compute.
@@ -24,4 +25,5 @@ def run_app(options: ChatOptions) -> tuple[int, bool]:
 
     with signals_leave(leave):
         code = loop.run_until_complete(app.run_async())
-    return code or app.return_code or 0, not app.left_behind
+    problem = app.saving.problem
+    return code or app.return_code or int(bool(problem)), not app.left_behind, problem

@@ -222,15 +222,45 @@ def test_a_full_disk_is_told_once_and_loses_no_text(tmp_path: Path) -> None:
         await told(pilot, "disk is full")
         await shows(pilot, "long long")
         assert len([text for text in notices(app) if "disk is full" in text]) == 1
+        await shows(pilot, "not saved · fake")
         app.store._db.execute("PRAGMA max_page_count = 100000")
         client.pieces = ["short"]
         await say(pilot, "three")
         await settle(pilot)
         saved = app.store.load(app.pane.conversation.conversation_id)
         assert [len(each.text) for each in saved.path()] == [3, 12, 3, 100_000, 5, 5]
+        await until(pilot, lambda: "not saved" not in screen_text(app))
 
     client = FakeClient()
     play(client, story, tmp_path / "chat.db")
+
+
+def test_nobody_leaves_unsaved_text_behind_without_being_told(tmp_path: Path) -> None:
+    async def story(app: ChatApp, pilot: Pilot[int]) -> None:
+        await say(pilot, "one")
+        await settle(pilot)
+        app.store._db.execute("PRAGMA query_only = 1")
+        await say(pilot, "two")
+        await settle(pilot)
+        # A closed tab is no way to lose it.
+        await say(pilot, "/close")
+        await until(pilot, lambda: not app.pane.conversation.messages)
+        await pilot.press("ctrl+q")
+        await told(pilot, "one conversation is not saved")
+        assert not app._leaving
+        app.store._db.execute("PRAGMA query_only = 0")
+        app._save_all()
+        assert app.saving.problem == ""
+        (found,) = app.store.search("two")
+        assert found.num_messages == 4
+        app.store._db.execute("PRAGMA query_only = 1")
+        await say(pilot, "three")
+        await settle(pilot)
+        await pilot.press("ctrl+q", "ctrl+q")
+        await until(pilot, lambda: app._exit)
+        assert app.saving.problem.startswith("one conversation is not saved")
+
+    play(FakeClient(), story, tmp_path / "chat.db")
 
 
 def test_a_store_that_cannot_be_opened_is_told_and_the_chat_works(tmp_path: Path) -> None:
@@ -239,6 +269,7 @@ def test_a_store_that_cannot_be_opened_is_told_and_the_chat_works(tmp_path: Path
         await say(pilot, "why?")
         await settle(pilot)
         assert "Hello there." in screen_text(app)
+        assert "not saved · fake" in screen_text(app)
 
     (tmp_path / "chat.db").write_text("something else " * 100)
     play(FakeClient(), story, tmp_path / "chat.db")

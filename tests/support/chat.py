@@ -156,6 +156,7 @@ async def running(
         yield app, pilot
         if app.is_running:
             app.action_leave()
+            app.action_leave()  # even if something could not be saved
             await until(pilot, lambda: not app.is_running or app._exit)
 
 

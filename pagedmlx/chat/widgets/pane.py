@@ -52,6 +52,10 @@ class Host(Protocol):
         """Keep a conversation; never raises."""
         ...
 
+    def is_unsaved(self, conversation: Conversation) -> bool:
+        """Whether a conversation could not be kept."""
+        ...
+
     def note_request(self, request_id: str, pane: ConversationPane) -> None:
         """The block map is to know whose this request is."""
         ...
@@ -286,7 +290,8 @@ class ConversationPane(TabPane):
         if self._candidates and not self.is_busy:
             return "Ctrl+↑ then Enter picks an answer; a new message goes on with the first one"
         params, taken = self.conversation.params, self.progress.num_tokens
-        parts = [self.model_name or "no model yet"]
+        parts = ["not saved"] if self._host.is_unsaved(self.conversation) else []
+        parts.append(self.model_name or "no model yet")
         if taken is not None:
             limit = f"/{self.max_len} {bar(taken / self.max_len, 6)}" if self.max_len else ""
             parts.append(f"{taken}{limit} tokens")

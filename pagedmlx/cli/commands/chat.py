@@ -135,7 +135,9 @@ def chat(
         can_pick=url is None and not demo,
         scene=play if demo else None,
     )
-    code, ended = run_app(options)
+    code, ended, problem = run_app(options)
+    if problem:
+        render.error(problem)
     _leave(code, ended=ended)
 
 
