@@ -8,7 +8,7 @@ After the cascade inference of FlashInfer and Hydragen (Juravsky et al., 2024), 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -158,52 +158,75 @@ class CascadePlanner:
 
 
 def find_runs(tables: Int32Array, context_lens: Int32Array, block_size: int) -> list[SharedRun]:
-    """Find who shares what; no sequence is in two runs.
+    """Find who shares what, so that much is spared; no sequence is in two runs.
+
+    Sorted, sequences that begin alike are neighbours, and all groups of them are the nodes of a
+    tree: the more blocks a group shares, the deeper and the smaller it is. One pass closes each
+    after those within it, and keeps it or them.
 
     Args:
         tables: (S, B) block tables.
         context_lens: (S,) tokens of each sequence; the last one's block is its own.
         block_size: Tokens in a block.
     """
-    # Blocks before the one with the newest token.
+    # Blocks before the one with the newest token; what follows them is like nothing else.
     most = (context_lens - 1) // block_size
-    left = np.flatnonzero(most)
-    runs: list[SharedRun] = []
-    while True:
-        candidates = list(_candidates(tables, most, left))
-        if not candidates:
-            return runs
-        best = max(candidates, key=_num_spared)
-        runs.append(SharedRun(np.sort(best.sequences), best.num_tokens * block_size))
-        left = np.setdiff1d(left, best.sequences, assume_unique=True)
+    width = int(most.max())
+    if width == 0:
+        return []
+    places = np.arange(len(tables), dtype=np.int32)[:, None]
+    blocks = np.where(np.arange(width) < most[:, None], tables[:, :width], -1 - places)
+    order = np.argsort(blocks.view(f"V{width * blocks.itemsize}").ravel())
+    blocks = blocks[order]
+    differ = blocks[1:] != blocks[:-1]
+    common = np.where(differ.any(axis=1), differ.argmax(axis=1), width)
+    going_on: list[_Group] = []
+    for last, depth in enumerate([*common.tolist(), 0]):
+        group = _Group(depth, last, 0, [], [last])
+        while going_on and going_on[-1].depth >= depth:
+            group = going_on.pop().joined(group)
+            if group.depth > depth:
+                group.close(last)
+        group.depth = depth
+        going_on.append(group)
+    return [SharedRun(np.sort(order[who]), shared * block_size) for who, shared in going_on[0].runs]
 
 
-def _candidates(
-    tables: Int32Array, most: Int32Array, sequences: npt.NDArray[np.intp]
-) -> Iterator[SharedRun]:
-    """Runs that each spare most among sequences that begin alike, counted in blocks."""
-    todo = list(_alike(sequences, tables[sequences, 0]))
-    while todo:
-        alike = todo.pop()
-        # How many blocks each has in common with the first of them.
-        limit = np.minimum(most[alike], most[alike[0]])
-        differ = tables[alike, : limit.max()] != tables[alike[0], : limit.max()]
-        common = np.where(differ.any(axis=1), differ.argmax(axis=1), limit)
-        common = np.minimum(common, limit)
-        order = np.argsort(-common, kind="stable")
-        best = int((common[order] * np.arange(len(order))).argmax())
-        yield SharedRun(alike[order[: best + 1]], int(common[order[best]]))
-        # Those who leave the first at the same place may go on together.
-        for place in np.unique(common[1:]):
-            leaving = alike[1:][(common[1:] == place) & (most[alike[1:]] > place)]
-            todo += _alike(leaving, tables[leaving, place])
+@dataclass(slots=True)
+class _Group:
+    """Neighbours that begin alike.
 
+    Attributes:
+        depth: Blocks that they share.
+        first: The first member.
+        spared: Blocks that its runs spare.
+        runs: Members with the blocks that they share.
+        alone: Members in no run.
+    """
 
-def _alike(sequences: npt.NDArray[np.intp], blocks: Int32Array) -> Iterator[npt.NDArray[np.intp]]:
-    """Sequences with the same block, where there are several."""
-    found, counts = np.unique(blocks, return_counts=True)
-    for block in found[counts > 1]:
-        yield sequences[blocks == block]
+    depth: int
+    first: int
+    spared: int
+    runs: list[tuple[list[int], int]]
+    alone: list[int]
+
+    def joined(self, other: _Group) -> _Group:
+        """The same with what comes next."""
+        self.spared += other.spared
+        self.runs += other.runs
+        self.alone += other.alone
+        return self
+
+    def close(self, last: int) -> None:
+        """Its last member is known: who is alone is a run too, or all of them are one."""
+        if len(self.alone) > 1:
+            self.spared += self.depth * (len(self.alone) - 1)
+            self.runs.append((self.alone, self.depth))
+            self.alone = []
+        spared_by_all = self.depth * (last - self.first)
+        if spared_by_all >= self.spared:
+            self.spared = spared_by_all
+            self.runs, self.alone = [(list(range(self.first, last + 1)), self.depth)], []
 
 
 def _num_spared(run: SharedRun) -> int:

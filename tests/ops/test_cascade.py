@@ -70,6 +70,23 @@ def test_the_run_that_spares_most_is_taken() -> None:
     assert (run.sequences.tolist(), run.num_tokens) == ([0, 1, 2], 16)
 
 
+def test_hundreds_of_pairs_under_one_beginning_are_found_in_one_pass() -> None:
+    tables = np.arange(600 * 9, dtype=np.int32).reshape(600, 9)
+    tables[:, 0] = 0
+    tables[1::2, :8] = tables[::2, :8]
+    runs = find_runs(tables, np.full(600, 9 * BLOCK, np.int32), BLOCK)
+    found = sorted((run.sequences.tolist(), run.num_tokens) for run in runs)
+    assert found == [([place, place + 1], 8 * BLOCK) for place in range(0, 600, 2)]
+
+
+def test_who_is_left_of_a_larger_group_goes_together() -> None:
+    # Four share two blocks, and two of them seven more.
+    tables, ends = tables_of([(0, 2, 3, 1), (0, 9, 0, 1), (0, 2, 1, 2), (0, 9, 2, 3)])
+    runs = find_runs(tables, ends, BLOCK)
+    found = sorted((run.sequences.tolist(), run.num_tokens) for run in runs)
+    assert found == [([0, 2], 2 * BLOCK), ([1, 3], 9 * BLOCK)]
+
+
 def test_the_block_of_the_newest_token_is_never_shared() -> None:
     tables = np.array([[7, 8], [7, 8]], np.int32)
     (run,) = find_runs(tables, np.array([8, 8], np.int32), BLOCK)
