@@ -12,6 +12,7 @@ from textual.app import App, ComposeResult, SystemCommand
 from textual.binding import BindingType
 from textual.containers import Container
 from textual.screen import Screen
+from textual.theme import Theme
 from textual.widgets import ContentSwitcher, Footer, TabbedContent, TextArea
 
 from pagedmlx.chat import clipboard
@@ -88,7 +89,7 @@ class ChatApp(App[int]):
         """Begin with one conversation and the model."""
         if self.saving.theme in self.available_themes:
             self.theme = self.saving.theme
-        self.theme_changed_signal.subscribe(self, lambda theme: self.saving.keep_theme(theme.name))
+        self.theme_changed_signal.subscribe(self, self._take_theme)
         await self.open(self.new_conversation())
         self.set_interval(_SAVE_S, self._save_all)
         self.run_worker(self.watching.run(), group="watch")
@@ -164,6 +165,16 @@ class ChatApp(App[int]):
             self.run_worker(self.options.scene(self), exit_on_error=False)  # type: ignore[arg-type]
 
     # Conversations.
+
+    @property
+    def is_dark(self) -> bool:
+        """Whether the theme is a dark one."""
+        return self.current_theme.dark
+
+    def _take_theme(self, theme: Theme) -> None:
+        self.saving.keep_theme(theme.name)
+        for pane in self.panes:
+            self.tabs.get_tab(str(pane.id)).label = pane.tab_title
 
     @property
     def tabs(self) -> TabbedContent:

@@ -23,6 +23,8 @@ NO_SLOT = -1
 """Owner of a block that belongs to no conversation of this chat, or to none at all."""
 
 _FLASH_S = 1.2
+_FIRST_SHOWN = 64
+"""Blocks that are shown at least; of a pool that is used more, twice as many, and so on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,7 @@ class Cells:
         counts: (num_cells,) int32; most sequences that hold one of its blocks.
         fills: (num_cells,) float32; share of its blocks that are in use.
         per_cell: Blocks in one cell; the last may have fewer.
+        num_blocks: Blocks in all cells.
     """
 
     kinds: npt.NDArray[np.uint8]
@@ -42,6 +45,7 @@ class Cells:
     counts: IntArray
     fills: npt.NDArray[np.float32]
     per_cell: int
+    num_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +87,7 @@ class Savings:
 class _PoolMemory:
     slots: IntArray
     copied_s: npt.NDArray[np.float64]
+    num_seen: int = 0
     tables: dict[tuple[str, int], tuple[int, IntArray]] = field(
         default_factory=dict[tuple[str, int], tuple[int, IntArray]]
     )
@@ -118,21 +123,35 @@ class BlockHistory:
             memory = self._pools[group]
             kept = np.where(pool.is_cached, memory.slots, NO_SLOT)
             memory.slots = np.where(pool.ref_counts > 0, table[pool.owners], kept)
+            taken = np.flatnonzero((pool.ref_counts > 0) | pool.is_cached)
+            memory.num_seen = max(memory.num_seen, int(taken[-1]) + 1 if taken.size else 0)
             self._note_copies(memory, snapshot, group)
 
-    def cells(self, num_cells: int, group: int = 0) -> Cells:
-        """The states of at most ``num_cells`` cells, each of equally many blocks."""
+    def num_shown(self, group: int = 0, room: int = 0) -> int:
+        """Blocks that are worth a look: those behind them were never used.
+
+        Args:
+            group: The KV group.
+            room: Blocks for which there is room anyway.
+        """
+        memory = self._pools[group]
+        wanted = max(_FIRST_SHOWN, room, 1 << max(0, memory.num_seen - 1).bit_length())
+        return min(memory.slots.size, wanted)
+
+    def cells(self, num_cells: int, group: int = 0, room: int = 0) -> Cells:
+        """The states of at most ``num_cells`` cells, each of equally many of the shown blocks."""
         assert self.snapshot is not None
         pool, memory = self.snapshot.pools[group], self._pools[group]
-        size = pool.owners.size
-        kinds = np.where(pool.is_cached, CACHED, FREE).astype(np.uint8)
-        kinds[pool.ref_counts > 0] = USED
-        kinds[pool.ref_counts > 1] = SHARED
-        kinds[(self._now_s - memory.copied_s < _FLASH_S) & (pool.ref_counts > 0)] = COPIED
+        size = self.num_shown(group, room)
+        ref_counts, slots = pool.ref_counts[:size], memory.slots[:size]
+        kinds = np.where(pool.is_cached[:size], CACHED, FREE).astype(np.uint8)
+        kinds[ref_counts > 0] = USED
+        kinds[ref_counts > 1] = SHARED
+        kinds[(self._now_s - memory.copied_s[:size] < _FLASH_S) & (ref_counts > 0)] = COPIED
         per_cell = max(1, -(-size // max(1, num_cells)))
         if per_cell == 1:
-            fills = (pool.ref_counts > 0).astype(np.float32)
-            return Cells(kinds, memory.slots, pool.ref_counts, fills, 1)
+            fills = (ref_counts > 0).astype(np.float32)
+            return Cells(kinds, slots, ref_counts, fills, 1, size)
         count = -(-size // per_cell)
         starts = np.arange(count) * per_cell
 
@@ -143,10 +162,10 @@ class BlockHistory:
         best = padded(kinds).argmax(axis=1)
         at = starts + best
         lengths = np.minimum(per_cell, size - starts)
-        used = padded(pool.ref_counts > 0).sum(axis=1)
+        used = padded(ref_counts > 0).sum(axis=1)
         fills = (used / lengths).astype(np.float32)
-        counts = padded(pool.ref_counts).max(axis=1)
-        return Cells(kinds[at], memory.slots[at], counts.astype(np.int32), fills, per_cell)
+        counts = padded(ref_counts).max(axis=1)
+        return Cells(kinds[at], slots[at], counts.astype(np.int32), fills, per_cell, size)
 
     def slot(self, block_id: int, group: int = 0) -> int:
         """Whose text a block holds, or held last."""

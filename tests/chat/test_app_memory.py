@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +17,17 @@ from pagedmlx.chat.widgets.gauges import Rates, bar, curve
 from pagedmlx.chat.widgets.panel import MemoryPanel
 from pagedmlx.core.snapshot import EngineSnapshot, PoolSnapshot, SequenceSnapshot
 from pagedmlx.core.stats import EngineStats
-from tests.support.chat import FakeClient, calm, running, say, screen_text, settle, shows, until
+from tests.support.chat import (
+    FakeClient,
+    calm,
+    failed,
+    running,
+    say,
+    screen_text,
+    settle,
+    shows,
+    until,
+)
 
 SIZES = [(80, 24), (120, 40), (200, 60)]
 
@@ -37,7 +48,7 @@ class StillClient(FakeClient):
 
 
 def still(num_blocks: int, *, num_pools: int = 1) -> EngineSnapshot:
-    """Two sequences that share block 0, one that waits; block 5 is cached."""
+    """Two sequences that share block 0, one that waits; block 5 and the last one are cached."""
 
     def sequence(name: str, blocks: list[int], status: str, missing: int = 0) -> SequenceSnapshot:
         table = np.array(blocks, np.int32)
@@ -55,7 +66,7 @@ def still(num_blocks: int, *, num_pools: int = 1) -> EngineSnapshot:
     owners, refs = np.full(num_blocks, -1, np.int32), np.zeros(num_blocks, np.int32)
     owners[[0, 1, 2]], refs[[0, 1, 2]] = [0, 0, 1], [2, 1, 1]
     is_cached = np.zeros(num_blocks, np.bool_)
-    is_cached[5] = True
+    is_cached[[5, num_blocks - 1]] = True
     stats = EngineStats(
         block_size=8,
         num_blocks=num_blocks,
@@ -109,13 +120,13 @@ def test_the_numbers_say_what_is_used_shared_and_saved() -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_what_the_engine_has_counted_is_a_page_in_words(size: tuple[int, int]) -> None:
     async def run() -> None:
-        async with running(StillClient(still(64)), size=size) as (_app, pilot):
+        async with running(StillClient(still(64)), size=size) as (app, pilot):
             await say(pilot, "/stats")
             await shows(pilot, "2 running, 3 waiting", "3 in use, 1 of them shared", "64.0 MiB")
             await pilot.press("end")
             await shows(pilot, "lost their blocks")
             await pilot.press("escape")
-            await until(pilot, lambda: "lost their blocks" not in screen_text(pilot.app))
+            await until(pilot, lambda: "lost their blocks" not in screen_text(app))
 
     asyncio.run(run())
 
@@ -138,6 +149,32 @@ def test_who_waits_is_named_with_the_reason() -> None:
 )
 def test_a_selected_block_tells_about_itself(keys: tuple[str, ...], text: str) -> None:
     look(still(64), text, keys=("f3", *keys))
+
+
+def test_candidates_that_hold_a_block_are_told_apart() -> None:
+    seen = still(64)
+    first, second, *others = seen.sequences
+    second = replace(second, request_id=first.request_id, index=1)
+    seen = replace(seen, sequences=(first, second, *others))
+    look(seen, "[2]", "A[1] place 0", "A[2] place 0", keys=("f3", "right"))
+
+
+@pytest.mark.parametrize("theme", ["textual-light", "ansi-light", "ansi-dark"])
+def test_the_map_takes_the_colours_of_a_theme(theme: str) -> None:
+    async def run() -> None:
+        async with running(StillClient(still(64))) as (app, pilot):
+            app._slot_of.update({"one": 0, "two": 1})
+            await shows(pilot, "B")
+            blocks = app.query_one(BlockMap)
+            await until(pilot, lambda: blocks._rows)
+            before = [segment.style for segment in blocks._rows[0]]
+            app.theme = theme
+            await until(pilot, lambda: app.is_dark == (theme == "ansi-dark"))
+            if not app.is_dark:
+                await until(pilot, lambda: [each.style for each in blocks._rows[0]] != before)
+            await shows(pilot, "2 ", "A ", "B ")
+
+    asyncio.run(run())
 
 
 def test_a_block_is_selected_with_the_mouse() -> None:
@@ -178,6 +215,26 @@ def test_an_endpoint_that_tells_nothing_has_no_map() -> None:
             await until(pilot, lambda: "does not tell" in screen_text(app))
             assert not app.query_one(BlockMap).display
             await until(pilot, lambda: app.query_one(MemoryPanel).size.height == 1)
+
+    asyncio.run(run())
+
+
+def test_an_endpoint_that_went_away_is_told_until_it_is_back() -> None:
+    class Away(DemoClient):
+        is_away = False
+
+        async def snapshot(self) -> EngineSnapshot | None:
+            if self.is_away:
+                raise failed("http://host doesn't answer")
+            return await super().snapshot()
+
+    async def run() -> None:
+        client = Away()
+        async with running(client) as (app, pilot):
+            for is_away, shown in ((False, "in use"), (True, "doesn't answer"), (False, "in use")):
+                client.is_away = is_away
+                await until(pilot, lambda shown=shown: shown in screen_text(app))
+                assert app.query_one(BlockMap).display != is_away
 
     asyncio.run(run())
 

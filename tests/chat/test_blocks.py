@@ -123,6 +123,18 @@ def test_a_cell_of_many_blocks_tells_the_most_notable_and_how_full_it_is() -> No
     assert cells.counts.tolist() == [1, 2]
 
 
+def test_what_was_never_used_is_not_shown() -> None:
+    history = BlockHistory()
+    history.add(snapshot(1456, sequence("a", [3])), {"a": 0}, 0.0)
+    assert history.cells(9999).kinds.size == 64
+    history.add(snapshot(1456, sequence("a", [64])), {"a": 0}, 0.1)
+    assert history.cells(9999).kinds.size == 128
+    history.add(snapshot(1456), {}, 0.2)
+    assert history.cells(9999).kinds.size == 128
+    history.add(snapshot(1456, cached=(1455,)), {}, 0.3)
+    assert history.cells(9999).kinds.size == 1456
+
+
 def test_a_pool_of_another_size_begins_anew() -> None:
     history = BlockHistory()
     history.add(snapshot(3, sequence("a", [2])), {"a": 0}, 0.0)

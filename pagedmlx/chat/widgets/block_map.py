@@ -11,6 +11,7 @@ from rich.segment import Segment
 from rich.style import Style
 from textual import events
 from textual.binding import Binding, BindingType
+from textual.color import Color
 from textual.content import Content
 from textual.geometry import Region
 from textual.message import Message as Event
@@ -19,11 +20,21 @@ from textual.widget import Widget
 
 from pagedmlx.chat.blocks import CACHED, COPIED, FREE, NO_SLOT, SHARED, USED, BlockHistory, Cells
 
-COLOURS = (
+_LIGHT = (
     "#5aa9ff", "#ffa94d", "#51cf66", "#da77f2", "#ffe066", "#ff8787", "#66d9e8", "#c0eb75",
 )  # fmt: skip
-_OTHERS = "#adb5bd"
-_INK = "#10131a"
+_DARK = (
+    "#1864ab", "#c2570c", "#2b8a3e", "#862e9c", "#8a6d00", "#c92a2a", "#0b7285", "#5c940d",
+)  # fmt: skip
+"""Colours of conversations: light ones for dark themes, and the other way round."""
+
+_OTHERS = ("#adb5bd", "#6c757d")
+_INK = ("#10131a", "#ffffff")
+_WIDEST = 4
+"""Columns of a cell with the gap beside it, where there is room."""
+
+_SELECTED = -1
+_COPIED = ("#ff2d78", "#d6005a")
 _GAP = Segment(" ")
 
 
@@ -32,9 +43,10 @@ def letter(slot: int) -> str:
     return chr(ord("A") + slot) if 0 <= slot < 26 else "?"
 
 
-def colour(slot: int) -> str:
-    """A conversation's colour."""
-    return _OTHERS if slot == NO_SLOT else COLOURS[slot % len(COLOURS)]
+def colour(slot: int, is_dark: bool) -> str:
+    """A conversation's colour in a dark or a light theme."""
+    colours = _LIGHT if is_dark else _DARK
+    return _OTHERS[not is_dark] if slot == NO_SLOT else colours[slot % len(colours)]
 
 
 def glyph(cells: Cells, index: int) -> str:
@@ -54,19 +66,20 @@ def glyph(cells: Cells, index: int) -> str:
 
 
 @lru_cache(maxsize=512)
-def _style(kind: int, slot: int, is_selected: bool) -> Style:
-    own = colour(slot)
-    if is_selected:
-        return Style(color="#000000", bgcolor="#ffffff", bold=True)
+def _style(kind: int, slot: int, is_dark: bool, paper: Color) -> Style:
+    own, ink, front = colour(slot, is_dark), _INK[not is_dark], Color.parse(_INK[is_dark])
+    if kind == _SELECTED:
+        return Style(color=ink, bgcolor=front.hex, bold=True)
     if kind == CACHED:
-        return Style(color=own, dim=True)
+        return Style(color=own, bgcolor=paper.blend(front, 0.06).hex)
     if kind == USED:
-        return Style(color=_INK, bgcolor=own)
+        return Style(color=ink, bgcolor=own)
     if kind == SHARED:
-        return Style(color=_INK, bgcolor=own, bold=True, underline=True)
+        # It belongs to nobody alone.
+        return Style(color=front.hex, bgcolor=paper.blend(front, 0.35).hex, bold=True)
     if kind == COPIED:
-        return Style(color=_INK, bgcolor="#ffffff", bold=True)
-    return Style(color=_OTHERS, dim=True)
+        return Style(color="#ffffff", bgcolor=_COPIED[not is_dark], bold=True)
+    return Style(color=_OTHERS[not is_dark], bgcolor=paper.blend(front, 0.06).hex, dim=True)
 
 
 class BlockMap(Widget, can_focus=True):
@@ -92,6 +105,7 @@ class BlockMap(Widget, can_focus=True):
         self._rows: list[Strip] = []
         self._looks = np.zeros(0, np.int64)
         self._layout = (0, 0, 0)
+        self._theme = (True, Color(0, 0, 0))
         self._cell_width = 1
         self._step = 1
 
@@ -100,8 +114,7 @@ class BlockMap(Widget, can_focus=True):
         """Ids of the blocks in the selected cell."""
         if self.selected is None or self._cells is None or self._history is None:
             return None
-        assert self._history.snapshot is not None
-        size = self._history.snapshot.pools[self.group].owners.size
+        size = self._cells.num_blocks
         start = self.selected * self._cells.per_cell
         return range(start, min(start + self._cells.per_cell, size))
 
@@ -109,6 +122,13 @@ class BlockMap(Widget, can_focus=True):
     def per_cell(self) -> int:
         """Blocks in one cell."""
         return self._cells.per_cell if self._cells is not None else 1
+
+    @property
+    def num_hidden(self) -> int:
+        """Blocks that have no cell, since they were never used."""
+        if self._history is None or self._history.snapshot is None or self._cells is None:
+            return 0
+        return self._history.snapshot.pools[self.group].owners.size - self._cells.num_blocks
 
     def show(self, history: BlockHistory) -> bool:
         """Show what the history says by now, and tell whether any cell looks different.
@@ -120,16 +140,17 @@ class BlockMap(Widget, can_focus=True):
         if history.snapshot is None or not width or not height:
             return False
         self.group = min(self.group, len(history.snapshot.pools) - 1)
-        size = history.snapshot.pools[self.group].owners.size
+        room = (width // _WIDEST) * ((height + 1) // 2)
+        size = history.num_shown(self.group, room)
         self._cell_width, self._step = _fitting(width, height, size)
         layout = (width, height, self._cell_width)
         per_row = width // self._cell_width
-        cells = self._cells = history.cells(per_row * height, self.group)
+        cells = self._cells = history.cells(per_row * height, self.group, room)
         if self.selected is not None and self.selected >= cells.kinds.size:
             self.selected = None
         looks = _looks(cells)
         if self.selected is not None:
-            looks[self.selected] = -1
+            looks[self.selected] = _SELECTED
         num_rows = -(-looks.size // per_row)
         if layout != self._layout or looks.size != self._looks.size:
             self._layout = layout
@@ -150,6 +171,16 @@ class BlockMap(Widget, can_focus=True):
             row = self._rows[y // self._step].adjust_cell_length(self.size.width)
             return row.apply_style(self.rich_style)
         return Strip.blank(self.size.width, self.rich_style)
+
+    def notify_style_update(self) -> None:
+        """Take another theme's colours."""
+        super().notify_style_update()
+        if self.is_attached and self.parent is not None:
+            theme = (self.app.current_theme.dark, self.background_colors[0])
+            if theme != self._theme:
+                self._theme, self._layout = theme, (0, 0, 0)
+                if self._history is not None:
+                    self.show(self._history)
 
     def on_resize(self, _event: events.Resize) -> None:
         """Lay out anew."""
@@ -196,8 +227,10 @@ class BlockMap(Widget, can_focus=True):
         segments: list[Segment] = []
         for index in range(start, min(start + per_row, cells.kinds.size)):
             kind, slot = int(cells.kinds[index]), int(cells.slots[index])
-            text = glyph(cells, index).center(max(1, self._cell_width - 1))
-            segments.append(Segment(text, _style(kind, slot, index == self.selected)))
+            text, width = glyph(cells, index), self._cell_width - 1
+            if index == self.selected:
+                kind, text = _SELECTED, f"[{text}]" if width >= 3 else text
+            segments.append(Segment(text.center(max(1, width)), _style(kind, slot, *self._theme)))
             if self._cell_width > 1:
                 segments.append(_GAP)
         return Strip(segments).simplify()
@@ -205,11 +238,11 @@ class BlockMap(Widget, can_focus=True):
 
 def _fitting(width: int, height: int, num_blocks: int) -> tuple[int, int]:
     """How wide a cell is with the gap beside it, and how high with the gap below it."""
-    for cell_width in (6, 5, 4, 3, 2):
+    for cell_width in range(_WIDEST, 1, -1):
         num_rows = -(-num_blocks // max(1, width // cell_width))
         if 2 * num_rows - 1 <= height:
             return cell_width, 2
-        if num_rows <= height and cell_width < 4:
+        if num_rows <= height:
             return cell_width, 1
     return 1, 1
 
@@ -222,15 +255,25 @@ def _looks(cells: Cells) -> npt.NDArray[np.int64]:
     return looks * 2 + (cells.fills >= 0.5)
 
 
-def legend(per_cell: int, width: int) -> Content:
-    """What the cells' characters mean; in one line if there is room for it."""
+def legend(per_cell: int, num_hidden: int, width: int) -> Content:
+    """What the cells' characters mean; in one line if there is room for it.
+
+    Args:
+        per_cell: Blocks in one cell.
+        num_hidden: Blocks that have no cell, since they were never used.
+        width: Of a line.
+    """
     meanings = {"A": "in use", "2": "shared", "*": "copied", "░": "cached", "·": "free"}
     parts = [Content.assemble((sign, "bold $text"), f" {text}") for sign, text in meanings.items()]
     told = Content("  ").join(parts)
     if told.cell_length > width:
         told = Content(" ").join(parts)
+    more: list[str] = []
     if per_cell > 1:
-        more = f"1 cell = {per_cell} blocks"
-        is_short = told.cell_length + 2 + len(more) <= width
-        told += Content(f"  {more}" if is_short else f"\n{more}; small letter: under half in use")
+        more += [f"1 cell = {per_cell} blocks", "small letter: under half in use"]
+    if num_hidden:
+        more.append(f"{num_hidden:,} more were never used")
+    for place, note in enumerate(more):
+        is_short = not place and told.cell_length + 2 + len(note) <= width
+        told += Content(f"  {note}" if is_short else f"; {note}" if place else f"\n{note}")
     return told

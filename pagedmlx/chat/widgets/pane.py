@@ -32,6 +32,11 @@ class Host(Protocol):
 
     prompts: list[str]
 
+    @property
+    def is_dark(self) -> bool:
+        """Whether the theme is a dark one."""
+        ...
+
     async def ready_client(self) -> ChatClient:
         """The client, once the model is loaded."""
         ...
@@ -98,7 +103,8 @@ class ConversationPane(TabPane):
         cut = title if len(title) <= _TITLE_LENGTH else title[: _TITLE_LENGTH - 1] + "…"
         mark = "▸ " if self.is_busy else ""
         return Content.assemble(
-            (letter(self.slot), f"bold {colour(self.slot)}"), f" {mark}{visible(cut)}"
+            (letter(self.slot), f"bold {colour(self.slot, self._host.is_dark)}"),
+            f" {mark}{visible(cut)}",
         )
 
     @property

@@ -48,12 +48,17 @@ class MemoryPanel(Vertical):
             snapshot: What the engine says; None says that it never will.
             now_s: Any clock that goes on.
         """
-        self.set_class(snapshot is None, "-silent")
         if snapshot is None:
-            self.query_one(".legend", Line).say(Content(_NO_MAP))
+            self.show_silence(_NO_MAP)
             return False
+        self.remove_class("-silent")
         self.history.add(snapshot, self._slot_of, now_s)
         return self.query_one(BlockMap).show(self.history)
+
+    def show_silence(self, why: str) -> None:
+        """Show why there is nothing to show."""
+        self.add_class("-silent")
+        self.query_one(".legend", Line).say(Content(visible(why)))
 
     def show_numbers(self, max_len: int | None, ttft_s: float | None, now_s: float) -> None:
         """Show all but the map.
@@ -67,7 +72,9 @@ class MemoryPanel(Vertical):
         if snapshot is None or self.has_class("-silent"):
             return
         blocks = self.query_one(BlockMap)
-        self.query_one(".legend", Line).say(legend(blocks.per_cell, blocks.size.width))
+        self.query_one(".legend", Line).say(
+            legend(blocks.per_cell, blocks.num_hidden, blocks.size.width)
+        )
         self.query_one(Gauges).show(snapshot.stats, savings(snapshot, max_len), ttft_s, now_s)
         self._show_detail()
         self._show_queue(snapshot)
@@ -109,10 +116,13 @@ class MemoryPanel(Vertical):
             return start + Content(" · free")
         lines = [start + Content(f" · held by {len(found)}")]
         for holder in found[:_MAX_HOLDERS]:
-            first = holder.position * size
+            first, asked = holder.position * size, holder.sequence.request_id
+            slot = self._slot(holder.sequence)
+            is_alone = sum(each.request_id == asked for each in snapshot.sequences) == 1
+            number = "" if is_alone else f"[{holder.sequence.index + 1}]"
             lines.append(
                 Content.assemble(
-                    (letter(self._slot(holder.sequence)), colour(self._slot(holder.sequence))),
+                    (letter(slot) + number, self._colour(slot)),
                     f" place {holder.position}, tokens {first}-{first + size - 1}, "
                     f"{holder.num_tokens} of {size} filled",
                 )
@@ -144,11 +154,14 @@ class MemoryPanel(Vertical):
                 why = f"{each.num_missing_blocks} blocks are missing"
             if each.status == "preempted":
                 why = f"gave its blocks to others, {why}"
-            lines.append(Content.assemble((f"{self._named(slot)}: ", colour(slot)), why))
+            lines.append(Content.assemble((f"{self._named(slot)}: ", self._colour(slot)), why))
         queue.say(Content("\n").join(lines))
 
     def _slot(self, sequence: SequenceSnapshot) -> int:
         return self._slot_of.get(sequence.request_id, NO_SLOT)
+
+    def _colour(self, slot: int) -> str:
+        return colour(slot, self.app.current_theme.dark)
 
     def _named(self, slot: int) -> str:
         title = self._title_of(slot) if slot != NO_SLOT else "another program"
