@@ -77,23 +77,26 @@ class Cascade:
 
 @dataclass(frozen=True, slots=True)
 class _Remembered:
-    """What was found for the sequences of a step."""
+    """What was found for the sequences of a step.
+
+    Attributes:
+        sequences: Whose.
+        blocks: (S, B) their first blocks, so many as the longest run has.
+        is_own: (S, B) whether a block belongs to no run.
+        cascade: What came of it.
+    """
 
     sequences: tuple[object, ...]
-    runs: tuple[SharedRun, ...]
-    blocks: tuple[Int32Array, ...]
+    blocks: Int32Array
+    is_own: npt.NDArray[np.bool_]
     cascade: Cascade | None
 
     def holds(self, sequences: tuple[object, ...], tables: Int32Array) -> bool:
         """Whether it is still so: sequences that stay together share no more than before."""
-        return (
-            len(sequences) > 0
-            and sequences == self.sequences
-            and all(
-                (tables[run.sequences, : len(blocks)] == blocks).all()
-                for run, blocks in zip(self.runs, self.blocks, strict=True)
-            )
-        )
+        if not sequences or sequences != self.sequences:
+            return False
+        now = tables[:, : self.blocks.shape[1]]
+        return now.shape == self.blocks.shape and bool(((now == self.blocks) | self.is_own).all())
 
 
 class CascadePlanner:
@@ -141,8 +144,12 @@ class CascadePlanner:
         cascade = None
         if runs and sum(map(_num_spared, runs)) >= least:
             cascade = plan_cascade(runs, tables, variant, self._wave)
-        blocks = tuple(tables[run.sequences[0], : _num_blocks(run, variant)].copy() for run in runs)
-        self._last[group, variant] = _Remembered(sequences, tuple(runs), blocks, cascade)
+        num_shared = np.zeros(len(tables), np.int32)
+        for run in runs:
+            num_shared[run.sequences] = run.num_tokens // variant.pool.block_size
+        is_own = np.arange(num_shared.max()) >= num_shared[:, None]
+        blocks = tables[:, : is_own.shape[1]].copy()
+        self._last[group, variant] = _Remembered(sequences, blocks, is_own, cascade)
         return cascade
 
     def _least(self, variant: PrefillVariant) -> int | None:
@@ -231,10 +238,6 @@ class _Group:
 
 def _num_spared(run: SharedRun) -> int:
     return run.num_tokens * (len(run.sequences) - 1)
-
-
-def _num_blocks(run: SharedRun, variant: PrefillVariant) -> int:
-    return run.num_tokens // variant.pool.block_size
 
 
 def plan_cascade(

@@ -209,6 +209,9 @@ def test_what_is_remembered_is_what_would_be_found_again(monkeypatch) -> None:
     order = [4, 3, 2, 1, 0]
     same(wider[order], grown[order], [names[place] for place in order])
     same(wider[:3], grown[:3], names[:3])
+    # All have lost blocks, and are about to compute them anew.
+    same(wider, grown, names)
+    same(wider[:, :3], np.minimum(grown, 3 * BLOCK - 1), names)
     # Another group has other tables, and who isn't named is looked at each time.
     same(wider[order], grown[order], names, group=1)
     before = searches
