@@ -298,6 +298,24 @@ def test_candidates_stand_side_by_side_and_one_is_picked() -> None:
     play(client, story)
 
 
+def test_a_candidate_is_picked_while_all_of_them_are_written() -> None:
+    async def story(app: ChatApp, pilot: Pilot[int]) -> None:
+        client.gate = asyncio.Semaphore(1)
+        await say(pilot, "/n 3 a name?")
+        await shows(pilot, "Hello [2]")
+        await pilot.press("ctrl+up", "enter")
+        await shows(pilot, "← 3/3 →")
+        client.gate.release()
+        await settle(pilot)
+        assert texts(app) == ["a name?", "Hello [2]there.[2]"]
+        assert "picks" not in screen_text(app)
+        await pilot.press("ctrl+up", "left")
+        await shows(pilot, "Hello [1]there.[1]")
+
+    client = FakeClient()
+    play(client, story)
+
+
 def test_going_on_without_picking_takes_the_first_candidate() -> None:
     async def story(app: ChatApp, pilot: Pilot[int]) -> None:
         await say(pilot, "/n 2 a name?")

@@ -214,11 +214,10 @@ class ConversationPane(TabPane):
                 await self._work.wait()
 
     async def pick(self, message_id: int) -> None:
-        """Keep one of the candidates as the answer; the others stay as versions of it."""
+        """Keep one of the candidates as the answer; the others go on as versions of it."""
         self.conversation.choose(message_id)
         self._host.save(self.conversation)
-        if not self.is_busy:
-            self._candidates = ()
+        self._candidates = ()
         await self.sync()
         self.show_status()
         self.prompt.focus()
