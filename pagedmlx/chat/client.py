@@ -81,7 +81,11 @@ class ChatClient(Protocol):
         ...
 
     async def snapshot(self) -> EngineSnapshot | None:
-        """Who holds which block now; None where nothing tells."""
+        """Who holds which block now; None where nothing tells.
+
+        Raises:
+            PagedMLXError: Nobody is there any more; it may come back.
+        """
         ...
 
     async def close(self) -> bool:

@@ -14,7 +14,7 @@ from pagedmlx.engine.async_engine import AsyncEngine
 from pagedmlx.engine.load import load_engine
 from pagedmlx.engine.outputs import Job, OutputEvent
 from pagedmlx.engine.worker import EngineWorker
-from pagedmlx.errors import EngineClosedError, EngineDeadError, PagedMLXError
+from pagedmlx.errors import EngineClosedError, PagedMLXError
 from pagedmlx.progress import ProgressCallback
 
 _CLOSE_S = 1.0
@@ -98,9 +98,13 @@ class EngineClient:
             abort()
 
     async def snapshot(self) -> EngineSnapshot | None:
-        """Who holds which block, between two steps; None before and after the engine's life."""
+        """Who holds which block, between two steps; None before and after the engine's life.
+
+        Raises:
+            EngineDeadError: It has failed.
+        """
         if self._engine is not None:
-            with contextlib.suppress(EngineClosedError, EngineDeadError):
+            with contextlib.suppress(EngineClosedError):
                 return await self._engine.snapshot()
         return None
 

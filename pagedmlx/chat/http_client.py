@@ -106,16 +106,21 @@ class HttpClient:
                 )
 
     async def snapshot(self) -> EngineSnapshot | None:
-        """Who holds which block, where the endpoint is ours; None else."""
+        """Who holds which block, where the endpoint is ours; None else.
+
+        Raises:
+            EndpointError: It doesn't answer; it may again.
+        """
         if not self._has_blocks:
             return None
-        try:
+        async with self._errors():
             response = await self._http.get(f"{self.url}/stats", params={"blocks": "true"})
+        if response.is_server_error:
+            await _check(response)
+        try:
             body = response.json()
             found = snapshot_from_json(body["engine"], body["blocks"])
-        except httpx.TransportError:
-            return None  # whoever asks for an answer is told
-        except (httpx.HTTPError, ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError):
             self._has_blocks = False
             return None
         # The endpoint has names of its own for what was asked here.

@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from pagedmlx.chat.widgets.panel import MemoryPanel
+from pagedmlx.errors import PagedMLXError
 
 if TYPE_CHECKING:
     from pagedmlx.chat.app import ChatApp
@@ -70,7 +71,11 @@ class Watching:
         panel = app.query_one(MemoryPanel)
         if app.client is None or not panel.display:
             return False
-        snapshot = await app.client.snapshot()
+        try:
+            snapshot = await app.client.snapshot()
+        except PagedMLXError as error:
+            panel.show_silence(str(error))
+            return False
         return app.client is not None and panel.show(snapshot, time.monotonic())
 
     def _draw(self, now_s: float) -> None:

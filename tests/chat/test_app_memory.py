@@ -233,8 +233,8 @@ def test_an_endpoint_that_went_away_is_told_until_it_is_back() -> None:
         async with running(client) as (app, pilot):
             for is_away, shown in ((False, "in use"), (True, "doesn't answer"), (False, "in use")):
                 client.is_away = is_away
-                await until(pilot, lambda shown=shown: shown in screen_text(app))
-                assert app.query_one(BlockMap).display != is_away
+                await shows(pilot, shown)
+                await until(pilot, lambda away=is_away: app.query_one(BlockMap).display != away)
 
     asyncio.run(run())
 

@@ -255,6 +255,30 @@ def test_the_block_map_knows_what_was_asked_here():
     assert asyncio.run(run()) == ["ours", "of-others"]
 
 
+def test_an_endpoint_that_went_away_may_show_its_blocks_again():
+    answers = [
+        httpx.ConnectError("refused"),
+        httpx.Response(503, content=b"starting"),
+        httpx.Response(200, json={"engine": {}, "blocks": {"sequences": [], "pools": []}}),
+    ]
+
+    def respond(_request: httpx.Request) -> httpx.Response:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def run() -> None:
+        made = client(respond)
+        for problem in ("doesn't answer", "503: starting"):
+            with pytest.raises(EndpointError, match=problem):
+                await made.snapshot()
+        assert await made.snapshot() is not None
+        await made.close()
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("body", [b"not found", b"{}", b"[1]", b'{"engine": {}, "blocks": 5}'])
 def test_an_endpoint_without_a_block_map_is_asked_once(body: bytes):
     asked: list[httpx.Request] = []
