@@ -80,8 +80,8 @@ class Serving:
         )
         loaded = tiny_model("tiny")
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(build, "attention_paths", lambda _: (path,))
-            patch.setattr(build, "tune", lambda _: [])
+            patch.setattr(build, "attention_paths", lambda *_: (path,))
+            patch.setattr(build, "tune", lambda *_: [])
             patch.setattr(memory, "MIN_SLAB_BYTES", 0)
             self.engine = build.build_engine(
                 loaded, byte_tokenizer(), config, on_progress=ignore_progress
