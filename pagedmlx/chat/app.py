@@ -83,7 +83,7 @@ class ChatApp(App[int]):
         with Container(id="main"):
             yield TabbedContent()
             yield MemoryPanel(self._slot_of, self._title_of)
-        yield Footer()
+        yield Footer(compact=True)
 
     async def on_mount(self) -> None:
         """Begin with one conversation and the model."""

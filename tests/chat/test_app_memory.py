@@ -151,6 +151,11 @@ def test_a_selected_block_tells_about_itself(keys: tuple[str, ...], text: str) -
     look(still(64), text, keys=("f3", *keys))
 
 
+def test_a_narrow_screen_says_first_who_waits_and_names_every_key() -> None:
+    keys = ("Messages", "Quit", "Help", "Memory", "Settings", "Saved", "New", "palette")
+    look(still(64), "3 waiting · 0 tok/s", *keys, size=(80, 24))
+
+
 def test_candidates_that_hold_a_block_are_told_apart() -> None:
     seen = still(64)
     first, second, *others = seen.sequences

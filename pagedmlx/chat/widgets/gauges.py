@@ -114,11 +114,12 @@ class Gauges(Widget):
 
     def _line(self) -> Content:
         stats, savings = self._stats, self._savings
+        waiting = f"{stats.num_waiting} waiting · " if stats.num_waiting else ""
         return Content.assemble(
+            (waiting, "$text-warning"),
             f"{self.rates.tokens_per_s:.0f} tok/s",
             (f"  {bar(stats.num_used_blocks / max(1, stats.num_blocks), 8)} ", "$accent"),
             f"{stats.num_used_blocks}/{stats.num_blocks} blocks",
             f" · {stats.num_cached_blocks} cached · {stats.num_shared_blocks} shared",
             (f" · saves {readable_bytes(savings.paging_bytes)}", "$text-success"),
-            f" · {stats.num_waiting} waiting" if stats.num_waiting else "",
         )

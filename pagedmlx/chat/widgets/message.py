@@ -115,6 +115,10 @@ class MessageView(Vertical, can_focus=True):
             return super().render_lines(crop)
         return super().render_lines(Region(crop.x, crop.y, crop.width, 1)) * crop.height
 
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Only candidates can be picked."""
+        return self._candidate > 0 or (action, parameters) != ("wish", ("pick",))
+
     def action_wish(self, wish: str) -> None:
         """Pass a wish on to who can fulfil it."""
         self.post_message(self.Wished(self, wish))
@@ -134,7 +138,7 @@ class MessageView(Vertical, can_focus=True):
     def _header(self) -> Content:
         name = "you" if self.message.role == USER else self.speaker or "assistant"
         if self._candidate:
-            name = f"[{self._candidate}] {name}"
+            name = f"[{self._candidate}]"
         notes: list[str] = []
         place, count = self._versions
         if count > 1 and not self._candidate:
