@@ -25,10 +25,11 @@ class MemoryLimits:
     """
 
     def __init__(self, limit_bytes: int | None) -> None:
-        if limit_bytes is not None:
-            _MEMORY.hold(self, limit_bytes)
+        # First what may fail, so that nothing is held then.
         if mx.metal.is_available():
             _WIRED.hold(self, int(mx.device_info()["max_recommended_working_set_size"]))
+        if limit_bytes is not None:
+            _MEMORY.hold(self, limit_bytes)
 
     def undo(self) -> None:
         """Say no more of the limits; idempotent."""
