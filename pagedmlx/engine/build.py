@@ -100,7 +100,7 @@ def build_engine(
             serve_made_up_requests(adapter, writer, config, limits.max_model_len)
         if isinstance(adapter.backend, KernelBackend):
             on_progress("measuring", None)
-            attention += tune(adapter.backend)
+            attention += tune(adapter.backend, max_chunk(config), limits.max_model_len)
         memory_limits = MemoryLimits(limit)
         undo.callback(memory_limits.undo)
         on_progress("allocating the pool", None)

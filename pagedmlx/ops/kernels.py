@@ -118,6 +118,14 @@ class KernelBackend:
         """The kinds of layers that have been attended in and see all tokens."""
         return [*dict.fromkeys(b for (_, window, _), b in self._kinds.items() if window is None)]
 
+    def can_plan_chunks(self, kind: DecodeVariant) -> bool:
+        """Whether chunks in such layers may go by an attention that needs a plan for each shape."""
+        return self._chooser.can_be_planned(self._planner.prefill_variant(kind))
+
+    def note_chunk_plan(self, kind: DecodeVariant, num_rows: int, num_tokens: int) -> None:
+        """There is a plan for chunks of this shape in such layers."""
+        self._chooser.note_plan(self._planner.prefill_variant(kind), num_rows, num_tokens)
+
     def set_cascade_threshold(self, kind: DecodeVariant, num_tokens: int) -> None:
         """Attend shared tokens once in such layers if that spares at least so many tokens."""
         prefill = self._planner.prefill_variant(kind)

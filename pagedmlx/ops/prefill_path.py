@@ -89,14 +89,10 @@ class PrefillChooser:
             num_tiles = -(-num_rows * variant.factor // variant.vectors)
             if 2 * num_tiles * variant.pool.num_kv_heads <= self._wave:
                 return PrefillPath.ROWS
-        head_dim = max(variant.pool.k_head_dim, variant.pool.v_head_dim)
-        is_small = (
-            "float32" not in (variant.dtype, variant.pool.dtype) and head_dim <= _MAX_HEAD_DIM
-        )
-        # On CUDA whatever is not small, or has a softcap, needs no plan.
-        if not is_small or (self._platform is Platform.CUDA and variant.softcap is not None):
+        on_cuda = self._platform is Platform.CUDA
+        if not _is_small(variant) or (on_cuda and not self._needs_plan(variant)):
             return PrefillPath.GATHER
-        if self._platform is Platform.METAL:
+        if not self._needs_plan(variant):
             return PrefillPath.KERNEL
         shape = (variant, num_rows, num_tokens, is_masked)
         spent = self._work.pop(shape, 0) + _work(variant, num_rows, num_tokens)
@@ -104,6 +100,25 @@ class PrefillChooser:
         if len(self._work) > _MAX_SHAPES:
             self._work.popitem(last=False)
         return PrefillPath.KERNEL if spent < PLAN_WORK else PrefillPath.GATHER
+
+    def can_be_planned(self, variant: PrefillVariant) -> bool:
+        """Whether chunks may go by MLX's attention, for which it needs a plan of their shape."""
+        is_open = self._path is PrefillPath.AUTO and variant.is_supported
+        return is_open and self._needs_plan(variant)
+
+    def note_plan(self, variant: PrefillVariant, num_rows: int, num_tokens: int) -> None:
+        """Chunks of this shape, no row of which sees less than causality allows, have a plan."""
+        self._work[variant, num_rows, num_tokens, False] = PLAN_WORK
+
+    def _needs_plan(self, variant: PrefillVariant) -> bool:
+        on_cuda = self._platform is Platform.CUDA
+        return on_cuda and _is_small(variant) and variant.softcap is None
+
+
+def _is_small(variant: PrefillVariant) -> bool:
+    """Whether it is what cuDNN takes, and what the kernel is fast for on Metal."""
+    head_dim = max(variant.pool.k_head_dim, variant.pool.v_head_dim)
+    return "float32" not in (variant.dtype, variant.pool.dtype) and head_dim <= _MAX_HEAD_DIM
 
 
 def _work(variant: PrefillVariant, num_rows: int, num_tokens: int) -> int:

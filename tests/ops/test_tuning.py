@@ -11,7 +11,7 @@ from pagedmlx.ops import tuning
 from pagedmlx.ops.base import AttentionParams
 from pagedmlx.ops.in_place import InPlaceWriter
 from pagedmlx.ops.kernels import KernelBackend
-from pagedmlx.ops.launch import Kernel, Launch
+from pagedmlx.ops.launch import Kernel, Launch, Platform
 from pagedmlx.ops.prefill import prefill_variant
 from pagedmlx.ops.tuning import MIN_GAIN, SHAPES, measure_threshold, tune
 from pagedmlx.ops.variants import DecodeVariant
@@ -66,7 +66,7 @@ def test_the_threshold_is_the_least_that_gained_enough(
     (kind,) = backend.kinds
     assert measure_threshold(backend.launcher, backend.wave, kind) == expected
     gains(monkeypatch, *measured)
-    (note,) = tune(backend)
+    (note,) = tune(backend, 64, 4096)
     thresholds = backend._planner.cascades.thresholds
     assert thresholds.get(prefill_variant(kind)) == expected
     assert ("for each" in note) is (expected is None)
@@ -80,7 +80,7 @@ def test_a_kernel_that_does_not_compile_leaves_it_off(
 
     monkeypatch.setattr(tuning, "_gain", fail)
     assert backend._chooser.may_take_rows
-    (note,) = tune(backend)
+    (note,) = tune(backend, 64, 4096)
     assert "merge doesn't compile" in note
     assert not backend._planner.cascades.thresholds
     assert not backend._chooser.may_take_rows
@@ -102,7 +102,7 @@ def test_a_way_that_gives_something_else_is_not_taken(
     case = make_case(SPANS, writer=InPlaceWriter(launcher), k_head_dim=64, v_head_dim=64)
     case.attend(backend, AttentionParams(scale=0.125))
     gains(monkeypatch, 2.0, 1.0)
-    (note,) = tune(backend)
+    (note,) = tune(backend, 64, 4096)
     assert ("differ by" in note) is bool(planted)
     assert backend._chooser.may_take_rows is not bool(planted)
 
@@ -129,3 +129,27 @@ def test_both_ways_are_really_timed(launcher: FiberLauncher, sinks: bool) -> Non
     assert tuning._gain(Counting(), 64, kind, 3, 32) > 0
     kernels = {name.split("_")[1] for name in counted}
     assert {"decode", "prefill", "merge"} <= kernels
+
+
+@pytest.mark.parametrize("platform", Platform)
+def test_chunks_of_long_prompts_find_a_plan_where_one_is_needed(
+    platform: Platform, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher = FiberLauncher()
+    launcher.platform = platform
+    monkeypatch.setattr(tuning, "PLANNED_TOKENS", 80)
+    gains(monkeypatch, 0.0)
+    backend = KernelBackend(launcher)
+    case = make_case(
+        SPANS, writer=InPlaceWriter(launcher), k_head_dim=64, v_head_dim=64, dtype="float16"
+    )
+    case.attend(backend, AttentionParams(scale=0.125))
+    tune(backend, 32, 4096)
+    (kind,) = backend.kinds
+    variant = prefill_variant(kind)
+    found = {
+        (rows, tokens): backend._chooser.choose(variant, rows, tokens, False)
+        for rows, tokens in ((32, 32), (32, 64), (32, 96), (16, 64))
+    }
+    gathered = [shape for shape, path in found.items() if path == "gather"]
+    assert gathered == ([(32, 64)] if platform is Platform.CUDA else [])
