@@ -38,9 +38,9 @@ COMMANDS = (
     Command("save", "[FILE]", "Save now; with FILE export as Markdown, or as .json."),
     Command("load", "[WORDS]", "Open a saved conversation; WORDS search in all of them."),
     Command("rename", "TITLE", "Call this conversation something else."),
-    Command("delete", "", "Delete this conversation for good."),
+    Command("delete", "yes", "Delete this conversation for good; without yes, ask first."),
     Command("clear", "", "Begin this conversation anew; what was said stays saved."),
-    Command("copy", "[code]", "Copy the last answer, or its last code block."),
+    Command("copy", "[code [N]]", "Copy the last answer, or its last code block, or its Nth."),
     Command("stats", "", "What the engine has counted."),
     Command("quit", "", "Leave."),
 )

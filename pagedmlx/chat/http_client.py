@@ -172,12 +172,14 @@ class _Writer:
         usage = chunk.get("usage") or {}
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         deltas = [self._delta(choice) for choice in chunk.get("choices") or ()]
-        if usage and len(self._num_tokens) == 1:
+        if usage:
+            # Of several candidates it has the sum.
+            is_alone = len(self._num_tokens) == 1
             deltas.append(
                 Delta(
                     num_prompt_tokens=usage.get("prompt_tokens"),
                     num_cached_tokens=cached,
-                    num_output_tokens=usage.get("completion_tokens"),
+                    num_output_tokens=usage.get("completion_tokens") if is_alone else None,
                 )
             )
         return deltas

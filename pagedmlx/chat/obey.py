@@ -65,10 +65,12 @@ async def obey(app: ChatApp, pane: ConversationPane, command: Command, rest: str
             app.action_saved(rest)
         case "rename":
             _rename(app, pane, rest)
-        case "delete" if rest:
+        case "delete" if rest not in ("", "yes"):
             raise InvalidRequestError(
                 "/delete", f"is of this conversation, not of {rest!r}", hint="/load finds others"
             )
+        case "delete" if not rest and conversation.messages:
+            app.tell(f"/delete yes deletes “{conversation.shown_title}” for good")
         case "delete":
             await pane.stopped()
             app.store.delete(conversation.conversation_id)
@@ -104,9 +106,13 @@ def _rename(app: ChatApp, pane: ConversationPane, title: str) -> None:
 
 def _copy(app: ChatApp, pane: ConversationPane, what: str) -> None:
     text = pane.last_answer
+    what, _, number = what.partition(" ")
     if what == "code":
         blocks = code_blocks(text)
-        text = blocks[-1] if blocks else ""
+        wanted = number.strip() or str(len(blocks))
+        if blocks and wanted not in map(str, range(1, len(blocks) + 1)):
+            raise InvalidRequestError("/copy code", f"{wanted} must be between 1 and {len(blocks)}")
+        text = blocks[int(wanted) - 1] if blocks else ""
     if text:
         app.copy(text)
     else:

@@ -362,6 +362,34 @@ def test_code_is_shown_as_code_and_copied() -> None:
     play(FakeClient([CODE[i : i + 3] for i in range(0, len(CODE), 3)]), story)
 
 
+def test_a_code_block_is_copied_by_its_number() -> None:
+    async def story(app: ChatApp, pilot: Pilot[int]) -> None:
+        await say(pilot, "code?")
+        await settle(pilot)
+        await say(pilot, "/copy code 1")
+        await until(pilot, lambda: app.clipboard == "one")
+        await say(pilot, "/copy code")
+        await until(pilot, lambda: app.clipboard == "two")
+        await say(pilot, "/copy code 3")
+        await told(pilot, "3 must be between 1 and 2")
+
+    play(FakeClient(["```\none\n```\n\n```\ntwo\n```"]), story)
+
+
+def test_the_status_line_tells_how_fast_an_answer_is_written() -> None:
+    async def story(app: ChatApp, pilot: Pilot[int]) -> None:
+        client.gate = asyncio.Semaphore(1)
+        await say(pilot, "why?")
+        await shows(pilot, " tok/s · first after 0.2 s")
+        client.gate = None
+        app.pane.stop()
+        await settle(pilot)
+        assert "tok/s" not in screen_text(app)
+
+    client = FakeClient()
+    play(client, story)
+
+
 LONG = "\n\n".join(f"Paragraph {number}, with *some* text." for number in range(60))
 
 

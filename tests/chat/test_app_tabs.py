@@ -201,10 +201,12 @@ def test_rename_export_clear_and_delete(tmp_path: Path) -> None:
         await settle(pilot)
         assert "2/2" not in screen_text(app)
         await say(pilot, "/delete")
+        await told(pilot, "/delete yes deletes “and now?” for good")
+        await say(pilot, "/delete yes")
         await until(pilot, lambda: [each.title for each in app.store.search()] == ["The [sky]"])
         await app.open(app.store.load(app.store.search()[0].conversation_id))
         await shows(pilot, "why?")
-        await say(pilot, "/delete")
+        await say(pilot, "/delete yes")
         await until(pilot, lambda: app.store.search() == [])
 
     play(FakeClient(), story, tmp_path / "chat.db")

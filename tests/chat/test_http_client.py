@@ -109,10 +109,15 @@ def test_reasoning_in_a_field_of_its_own_comes_between_tags() -> None:
 
 def test_candidates_are_told_apart() -> None:
     content = events(
-        chunk(0, content="a"), chunk(1, content="b"), chunk(1, "stop"), chunk(0, "stop")
+        chunk(0, content="a"),
+        chunk(1, content="b"),
+        chunk(1, "stop"),
+        chunk(0, "stop"),
+        {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 2}},
     )
     deltas = ask(client(lambda _: httpx.Response(200, content=content)), SamplingParams(n=2))
     assert [(each.index, each.text) for each in deltas if each.text] == [(0, "a"), (1, "b")]
+    assert (deltas[-1].num_prompt_tokens, deltas[-1].num_output_tokens) == (9, None)
 
 
 def test_only_settings_that_are_set_go_beyond_the_standard() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -17,11 +18,12 @@ from pagedmlx.chat.pieces import visible
 from pagedmlx.chat.reasoning import code_blocks, split_reasoning
 from pagedmlx.chat.session import ASSISTANT, USER, Conversation, new_id
 from pagedmlx.chat.widgets.block_map import colour, letter
-from pagedmlx.chat.widgets.gauges import bar
+from pagedmlx.chat.widgets.gauges import Rates, bar
 from pagedmlx.chat.widgets.line import Line
 from pagedmlx.chat.widgets.message import MessageView
 from pagedmlx.chat.widgets.prompt import Prompt
 from pagedmlx.chat.widgets.transcript import Transcript
+from pagedmlx.core.stats import EngineStats
 from pagedmlx.errors import PagedMLXError
 
 _TITLE_LENGTH = 18
@@ -94,6 +96,8 @@ class ConversationPane(TabPane):
         self._editing: int | None = None
         self._work: Worker[None] | None = None
         self._num_asked = 0
+        self._asked: Sequence[int] = ()
+        self._rates = Rates()
         super().__init__(self.tab_title, id=f"c-{new_id()}")
 
     @property
@@ -230,6 +234,7 @@ class ConversationPane(TabPane):
         self.conversation = Conversation(system=before.system, params=before.params)
         self.transcript.conversation = self.conversation
         self._candidates, self._editing, self.progress = (), None, Progress()
+        self._asked = ()
         await self.sync()
         self.show_status()
         self._host.note_change(self)
@@ -245,6 +250,7 @@ class ConversationPane(TabPane):
         ids = (first.message_id, *(each.message_id for each in others))
         self.conversation.choose(first.message_id)
         self._candidates = ids if count > 1 else ()
+        self._asked, self._rates = ids, Rates()
         self._work = self.run_worker(self._answer(ids), exit_on_error=False)
         self._host.save(self.conversation)
         # All of it is laid out once.
@@ -287,6 +293,8 @@ class ConversationPane(TabPane):
 
     def show_status(self) -> None:
         """How much of the context is taken, and how answers are sampled."""
+        written = sum(self.conversation.messages[each].num_tokens for each in self._asked)
+        self._rates.add(EngineStats(num_output_tokens=written), time.monotonic())
         self.query_one(".status", Line).say(Content(self._status()))
 
     def _status(self) -> str:
@@ -300,6 +308,10 @@ class ConversationPane(TabPane):
         if taken is not None:
             limit = f"/{self.max_len} {bar(taken / self.max_len, 6)}" if self.max_len else ""
             parts.append(f"{taken}{limit} tokens")
+        if self.is_busy:
+            parts.append(f"{self._rates.tokens_per_s:.0f} tok/s")
+            if self.progress.ttft_s is not None:
+                parts.append(f"first after {self.progress.ttft_s:.1f} s")
         if self.progress.num_cached_tokens:
             parts.append(f"{self.progress.num_cached_tokens} reused")
         parts.append(f"temp {params.temperature:g}")
