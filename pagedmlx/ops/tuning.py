@@ -67,7 +67,7 @@ def tune(backend: KernelBackend, chunk: int, max_len: int) -> list[str]:
             _compare_prefills(backend, base)
             _plan_chunks(backend, base, chunk, min(max_len, PLANNED_TOKENS))
             threshold = measure_threshold(backend.launcher, backend.wave, base)
-        except KernelError as error:
+        except (KernelError, RuntimeError) as error:  # the latter is MLX's, of memory too
             backend.avoid_cascades()
             return [f"shared beginnings: read for each sequence: {first_line(error)}"]
         if threshold is None:

@@ -72,11 +72,12 @@ def test_the_threshold_is_the_least_that_gained_enough(
     assert ("for each" in note) is (expected is None)
 
 
-def test_a_kernel_that_does_not_compile_leaves_it_off(
-    backend: KernelBackend, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", [KernelError, RuntimeError])
+def test_a_kernel_that_does_not_compile_or_run_leaves_it_off(
+    kind: type[Exception], backend: KernelBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> float:
-        raise KernelError("merge doesn't compile")
+        raise kind("merge doesn't compile")
 
     monkeypatch.setattr(tuning, "_gain", fail)
     assert backend._chooser.may_take_rows
