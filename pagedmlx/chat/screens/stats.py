@@ -26,7 +26,7 @@ def stats_page(stats: EngineStats) -> dict[str, tuple[tuple[str, str], ...]]:
             ("one block", f"{stats.block_size} tokens, {readable_bytes(stats.block_bytes)}"),
             ("not filled yet", f"room for {stats.waste_slots:,} tokens"),
         ),
-        "Since the model was loaded": (
+        "Since it was loaded": (
             ("requests", f"{stats.num_requests:,}, {stats.num_finished_requests:,} have ended"),
             (
                 "tokens of prompts",

@@ -301,7 +301,7 @@ class ConversationPane(TabPane):
         if self._editing is not None:
             return "editing: Enter sends it as a new version, Escape leaves it as it was"
         if self._candidates and not self.is_busy:
-            return "Ctrl+↑ then Enter picks an answer; a new message goes on with the first one"
+            return "Ctrl+↑, Enter picks an answer; a new message goes on with the first"
         params, taken = self.conversation.params, self.progress.num_tokens
         parts = ["not saved"] if self._host.is_unsaved(self.conversation) else []
         parts.append(self.model_name or "no model yet")
@@ -309,9 +309,10 @@ class ConversationPane(TabPane):
             limit = f"/{self.max_len} {bar(taken / self.max_len, 6)}" if self.max_len else ""
             parts.append(f"{taken}{limit} tokens")
         if self.is_busy:
-            parts.append(f"{self._rates.tokens_per_s:.0f} tok/s")
+            if self._rates.tokens_per_s:
+                parts.append(f"{self._rates.tokens_per_s:.0f} tok/s")
             if self.progress.ttft_s is not None:
-                parts.append(f"first after {self.progress.ttft_s:.1f} s")
+                parts.append(f"first after {self.progress.ttft_s * 1000:.0f} ms")
         if self.progress.num_cached_tokens:
             parts.append(f"{self.progress.num_cached_tokens} reused")
         parts.append(f"temp {params.temperature:g}")
