@@ -316,6 +316,43 @@ def test_a_candidate_is_picked_while_all_of_them_are_written() -> None:
     play(client, story)
 
 
+def test_of_many_candidates_those_are_shown_that_can_be_read() -> None:
+    async def story(app: ChatApp, pilot: Pilot[int]) -> None:
+        await say(pilot, "/n 64 a name?")
+        await settle(pilot)
+        await shows(pilot, "[1/64]")
+        fit = len(app.query(".-candidate"))
+        assert 1 < fit < 8
+        await pilot.press("ctrl+up")
+        steps = [("right", 1), ("right", 2), ("left", 1), ("left", 0), ("left", -1)]
+        for key, beyond in steps:
+            await pilot.press(key)
+            await shows(pilot, f"[{fit + beyond}/64]")
+            assert len(app.query(".-candidate")) == fit
+        await pilot.press("enter")
+        await settle(pilot)
+        assert texts(app)[1] == f"Hello [{fit - 2}]there.[{fit - 2}]"
+        await pilot.press("ctrl+up", "right")
+        await shows(pilot, f"← {fit}/64 →")
+
+    play(FakeClient(), story)
+
+
+def test_an_earlier_version_is_shown_with_what_came_after_it_while_there_are_candidates() -> None:
+    async def story(app: ChatApp, pilot: Pilot[int]) -> None:
+        for text in ("one", "/retry", "/n 2 two"):
+            await say(pilot, text)
+            await settle(pilot)
+        app.query(MessageView)[1].focus()
+        await pilot.press("left")
+        await shows(pilot, "← 1/2 →")
+        assert texts(app) == ["one", "Hello there."]
+        await pilot.press("right")
+        await shows(pilot, "Hello [0]there.[0]")
+
+    play(FakeClient(), story)
+
+
 def test_going_on_without_picking_takes_the_first_candidate() -> None:
     async def story(app: ChatApp, pilot: Pilot[int]) -> None:
         await say(pilot, "/n 2 a name?")

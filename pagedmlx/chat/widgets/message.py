@@ -35,6 +35,7 @@ class MessageView(Vertical, can_focus=True):
         message: What to show.
         speaker: The model that says it; empty while none is loaded.
         candidate: Its number among candidates that stand side by side, else 0.
+        num_candidates: How many there are, if not all of them are on the screen.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -61,11 +62,13 @@ class MessageView(Vertical, can_focus=True):
             super().__init__()
             self.view, self.wish = view, wish
 
-    def __init__(self, message: Message, speaker: str, candidate: int = 0) -> None:
+    def __init__(
+        self, message: Message, speaker: str, candidate: int = 0, num_candidates: int = 0
+    ) -> None:
         super().__init__(classes=f"-{message.role}")
         self.message = message
         self.speaker = speaker
-        self._candidate = candidate
+        self._candidate, self._num_candidates = candidate, num_candidates
         self._versions = (1, 1)
         self._thoughts: Line | None = None
         self.set_class(candidate > 0, "-candidate")
@@ -138,7 +141,8 @@ class MessageView(Vertical, can_focus=True):
     def _header(self) -> Content:
         name = "you" if self.message.role == USER else self.speaker or "assistant"
         if self._candidate:
-            name = f"[{self._candidate}]"
+            of = f"/{self._num_candidates}" if self._num_candidates else ""
+            name = f"[{self._candidate}{of}]"
         notes: list[str] = []
         place, count = self._versions
         if count > 1 and not self._candidate:

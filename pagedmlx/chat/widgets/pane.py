@@ -277,8 +277,8 @@ class ConversationPane(TabPane):
     def draw(self) -> None:
         """Show what has come since the last time."""
         dirty, self.progress.dirty = self.progress.dirty, set()
-        for message_id in dirty:
-            self.transcript.refresh_message(message_id)
+        if dirty:
+            self.transcript.refresh_messages(dirty)
 
     def _finish(self) -> None:
         self.draw()
@@ -287,9 +287,9 @@ class ConversationPane(TabPane):
 
     # What it shows.
 
-    async def sync(self) -> None:
-        """Show the path as it is now."""
-        await self.transcript.sync(self._candidates, speaker=self.model_name)
+    async def sync(self, at: int | None = None) -> None:
+        """Show the path as it is now, and this one among the candidates."""
+        await self.transcript.sync(self._candidates, speaker=self.model_name, at=at)
 
     def show_status(self) -> None:
         """How much of the context is taken, and how answers are sampled."""
@@ -374,13 +374,19 @@ class ConversationPane(TabPane):
             self._host.tell("there is no code block in this message")
 
     async def _turn(self, message_id: int, by: int) -> None:
-        other = self.conversation.other_version(message_id, by)
-        if other == message_id or message_id in self._candidates:
+        if message_id in self._candidates:
+            place = self._candidates.index(message_id) + by
+            other = self._candidates[min(max(place, 0), len(self._candidates) - 1)]
+        else:
+            other = self.conversation.other_version(message_id, by)
+        if other == message_id:
             self.transcript.focus_neighbour(self.transcript.view(message_id), by)
             return
-        self.conversation.choose(other)
-        self._host.save(self.conversation)
-        await self.sync()
+        if message_id not in self._candidates:
+            self._candidates = ()
+            self.conversation.choose(other)
+            self._host.save(self.conversation)
+        await self.sync(other)
         view = self.transcript.view(other)
         if view is not None:
             view.focus()
