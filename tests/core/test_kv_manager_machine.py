@@ -83,6 +83,10 @@ class KVManagerMachine(RuleBasedStateMachine):
             return
         sequence = self._create(sibling.request.prompt_token_ids, "")
         sequence.request = sibling.request
+        if not self.kv.can_fork(sequence, sibling):
+            # A window has passed what the fork would need, as after a preemption.
+            assert any(table.num_passed for table in sibling.block_tables)
+            return
         prefix = self.kv.find_forkable(sequence, sibling)
         assert prefix.num_tokens == sibling.num_prompt_tokens - 1
         if self.kv.num_blocks_short(sequence, prefix) <= 0:
