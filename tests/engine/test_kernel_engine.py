@@ -37,7 +37,7 @@ SHARED = 37
 OWN = (1, 5, 12)
 OTHERS = (1, 9, 70)
 LITTLE_BYTES = 24 << 10
-"""A step's metadata and logits; a pool that has grown takes six times as much."""
+"""A step's metadata and logits; a pool that has grown takes more than twice as much."""
 
 
 class Tracing(FiberLauncher):
