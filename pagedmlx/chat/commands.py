@@ -6,7 +6,7 @@ import difflib
 from dataclasses import dataclass, fields, replace
 
 from pagedmlx.core.sampling_params import SamplingParams
-from pagedmlx.errors import InvalidRequestError
+from pagedmlx.errors import InvalidRequestError, PagedMLXError
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def parse(text: str) -> tuple[Command, str] | None:
     ``//`` at the beginning is a message that begins with a slash.
 
     Raises:
-        InvalidRequestError: It looks like a command and is none.
+        PagedMLXError: It looks like a command and is none.
     """
     line = text.strip()
     if not line.startswith("/") or line.startswith("//"):
@@ -86,8 +86,8 @@ def parse(text: str) -> tuple[Command, str] | None:
         return known[name], rest.strip()
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean /{close[0]}? " if close else ""
-    raise InvalidRequestError(
-        f"/{name}", "is not a command", hint=f"{hint}/help lists them; // sends a slash"
+    raise PagedMLXError(
+        f"/{name} is not a command", hint=f"{hint}/help lists them; // sends a slash"
     )
 
 
@@ -102,7 +102,7 @@ def obey_set(params: SamplingParams, rest: str) -> tuple[SamplingParams, str]:
     """What ``/set NAME VALUE`` makes of settings, and what to say; without VALUE it only says.
 
     Raises:
-        InvalidRequestError: No such setting, or a value that it can't have.
+        PagedMLXError: No such setting, or a value that it can't have.
     """
     name, _, value = rest.replace("=", " ", 1).partition(" ")
     if value.strip():
@@ -116,7 +116,7 @@ def with_setting(params: SamplingParams, name: str, value: str) -> SamplingParam
     """Settings with one of them changed.
 
     Raises:
-        InvalidRequestError: No such setting, or a value that it can't have.
+        PagedMLXError: No such setting, or a value that it can't have.
     """
     field_name = _setting_name(name)
     return replace(params, **{field_name: _value(field_name, value.strip())})
@@ -127,9 +127,8 @@ def _setting_name(name: str) -> str:
     field_name = _SHORT.get(field_name, field_name)
     if field_name not in SETTINGS:
         close = difflib.get_close_matches(field_name, SETTINGS, n=1)
-        raise InvalidRequestError(
-            name,
-            "is not a setting",
+        raise PagedMLXError(
+            f"{name} is not a setting",
             hint=f"did you mean {close[0]}?" if close else "/set shows all",
         )
     return field_name

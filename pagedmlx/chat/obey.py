@@ -10,7 +10,7 @@ from pagedmlx.chat.reasoning import code_blocks
 from pagedmlx.chat.screens.page import PageScreen
 from pagedmlx.chat.screens.stats import stats_page
 from pagedmlx.chat.store import export
-from pagedmlx.errors import InvalidRequestError
+from pagedmlx.errors import PagedMLXError
 
 if TYPE_CHECKING:
     from pagedmlx.chat.app import ChatApp
@@ -66,8 +66,8 @@ async def obey(app: ChatApp, pane: ConversationPane, command: Command, rest: str
         case "rename":
             _rename(app, pane, rest)
         case "delete" if rest not in ("", "yes"):
-            raise InvalidRequestError(
-                "/delete", f"is of this conversation, not of {rest!r}", hint="/load finds others"
+            raise PagedMLXError(
+                f"/delete is of this conversation, not of {rest!r}", hint="/load finds others"
             )
         case "delete" if not rest and conversation.messages:
             app.tell(f"/delete yes deletes “{conversation.shown_title}” for good")
@@ -98,7 +98,7 @@ async def _candidates(pane: ConversationPane, rest: str) -> None:
 
 def _rename(app: ChatApp, pane: ConversationPane, title: str) -> None:
     if not title:
-        raise InvalidRequestError("/rename", "needs a title", hint="/rename My title")
+        raise PagedMLXError("/rename needs a title", hint="/rename My title")
     pane.conversation.title = " ".join(message_text(title).split())
     app.save(pane.conversation)
     app.note_change(pane)
@@ -111,7 +111,7 @@ def _copy(app: ChatApp, pane: ConversationPane, what: str) -> None:
         blocks = code_blocks(text)
         wanted = number.strip() or str(len(blocks))
         if blocks and wanted not in map(str, range(1, len(blocks) + 1)):
-            raise InvalidRequestError("/copy code", f"{wanted} must be between 1 and {len(blocks)}")
+            raise PagedMLXError(f"/copy code {wanted} must be between 1 and {len(blocks)}")
         text = blocks[int(wanted) - 1] if blocks else ""
     if text:
         app.copy(text)

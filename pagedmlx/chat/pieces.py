@@ -8,15 +8,7 @@ from dataclasses import dataclass
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
-# A model's answer could move the cursor, set the title or turn text around; tabs and line ends
-# are harmless.
-_STEERING = (*range(32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
-_CONTROL = {code: "\ufffd" for code in _STEERING if chr(code) not in "\t\n"}
-
-
-def visible(text: str) -> str:
-    """A text without characters that steer a terminal."""
-    return text.replace("\r\n", "\n").translate(_CONTROL)
+from pagedmlx.text.visible import visible
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,11 +89,6 @@ class Conversation:
         line = " ".join(first.split())
         return line if len(line) <= _TITLE_LENGTH else line[: _TITLE_LENGTH - 1].rstrip() + "…"
 
-    @property
-    def is_streaming(self) -> bool:
-        """Whether any answer is being written."""
-        return any(message.status == STREAMING for message in self.messages.values())
-
     def path(self) -> list[Message]:
         """The messages that are shown, first to last."""
         shown: list[Message] = []

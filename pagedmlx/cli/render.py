@@ -13,18 +13,16 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from pagedmlx.progress import ProgressCallback
+from pagedmlx.text.visible import visible
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
-
-# A model's output could move the cursor or set the title; tabs and line ends are harmless.
-_CONTROL = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
 
 
 def text(value: str, *, end: str = "\n") -> None:
     """Write text to stdout at once."""
     if sys.stdout.isatty():
-        value = value.translate(_CONTROL)
+        value = visible(value)
     print(value, end=end, flush=True)
 
 
@@ -40,7 +38,7 @@ def json_document(value: object) -> None:
 
 def notice(value: str) -> None:
     """Write one line to stderr."""
-    print(value.translate(_CONTROL) if sys.stderr.isatty() else value, file=sys.stderr, flush=True)
+    print(visible(value) if sys.stderr.isatty() else value, file=sys.stderr, flush=True)
 
 
 def once_each() -> Callable[[str], None]:

@@ -13,7 +13,7 @@ from pagedmlx.chat.commands import (
     with_setting,
 )
 from pagedmlx.core.sampling_params import SamplingParams
-from pagedmlx.errors import InvalidRequestError
+from pagedmlx.errors import PagedMLXError
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_other_texts_are_messages(text: str) -> None:
 
 
 def test_a_misspelt_command_is_not_sent_to_the_model() -> None:
-    with pytest.raises(InvalidRequestError, match="/hepl: is not a command") as caught:
+    with pytest.raises(PagedMLXError, match="/hepl is not a command") as caught:
         parse("/hepl me")
     assert "did you mean /help?" in caught.value.hint
 
@@ -94,5 +94,5 @@ def test_a_setting_without_a_value_is_told_and_stays() -> None:
     ],
 )
 def test_a_value_that_cannot_be_is_refused(name: str, value: str, problem: str) -> None:
-    with pytest.raises(InvalidRequestError, match=problem):
+    with pytest.raises(PagedMLXError, match=problem):
         with_setting(SamplingParams(), name, value)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagedmlx.chat.pieces import GrowingText, visible
+from pagedmlx.chat.pieces import GrowingText
+from pagedmlx.text.visible import visible
 from tests.support.chat import MARKDOWN
 
 

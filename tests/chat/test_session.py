@@ -34,15 +34,6 @@ def test_messages_follow_each_other() -> None:
     assert conversation.changed == {1, 2, 3}
 
 
-def test_an_answer_is_streaming_until_it_is_said_to_be_done() -> None:
-    conversation = talk("a")
-    answer = conversation.add(ASSISTANT)
-    assert answer.status == STREAMING
-    assert conversation.is_streaming
-    conversation.change(answer.message_id, status=DONE)
-    assert not conversation.is_streaming
-
-
 def test_another_answer_is_a_version_and_the_first_one_stays() -> None:
     conversation = talk("a", "b")
     other = conversation.add(ASSISTANT, "B", parent_id=1)

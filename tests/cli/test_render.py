@@ -25,7 +25,7 @@ def test_control_characters_do_not_reach_a_terminal(monkeypatch: pytest.MonkeyPa
     terminal = open_terminal(monkeypatch)
     render.text("a\x1b[2Jb\x9b31m\tc\x07é漢🙂")
     render.notice("x\x1b]0;title\x07")
-    assert terminal.getvalue() == "a[2Jb31m\tcé漢🙂\nx]0;title\n"
+    assert terminal.getvalue() == "a�[2Jb�31m\tc�é漢🙂\nx�]0;title�\n"
 
 
 def test_control_characters_reach_a_pipe_unchanged(capsys: pytest.CaptureFixture[str]) -> None:

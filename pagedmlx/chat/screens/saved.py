@@ -13,9 +13,9 @@ from textual.screen import ModalScreen
 from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
-from pagedmlx.chat.pieces import visible
 from pagedmlx.chat.store import Saved, Store
 from pagedmlx.errors import PagedMLXError
+from pagedmlx.text.visible import visible
 
 
 class SavedScreen(ModalScreen[str | None]):

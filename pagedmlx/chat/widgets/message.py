@@ -14,11 +14,11 @@ from textual.reactive import Reactive
 from textual.strip import Strip
 from textual.widgets import Collapsible, Static
 
-from pagedmlx.chat.pieces import visible
 from pagedmlx.chat.reasoning import Parts, split_reasoning
 from pagedmlx.chat.session import ASSISTANT, FAILED, LENGTH, STOPPED, STREAMING, USER, Message
 from pagedmlx.chat.widgets.line import Line
 from pagedmlx.chat.widgets.markdown import GrowingMarkdown
+from pagedmlx.text.visible import visible
 
 _STATUS = {
     STREAMING: "writing…",

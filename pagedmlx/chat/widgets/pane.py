@@ -14,7 +14,6 @@ from textual.worker import Worker, WorkerCancelled, WorkerFailed
 
 from pagedmlx.chat.answers import Progress, write_answers
 from pagedmlx.chat.client import ChatClient
-from pagedmlx.chat.pieces import visible
 from pagedmlx.chat.reasoning import code_blocks, split_reasoning
 from pagedmlx.chat.session import ASSISTANT, USER, Conversation, new_id
 from pagedmlx.chat.widgets.block_map import colour, letter
@@ -25,6 +24,7 @@ from pagedmlx.chat.widgets.prompt import Prompt
 from pagedmlx.chat.widgets.transcript import Transcript
 from pagedmlx.core.stats import EngineStats
 from pagedmlx.errors import PagedMLXError
+from pagedmlx.text.visible import visible
 
 _TITLE_LENGTH = 18
 
@@ -308,13 +308,14 @@ class ConversationPane(TabPane):
         if taken is not None:
             limit = f"/{self.max_len} {bar(taken / self.max_len, 6)}" if self.max_len else ""
             parts.append(f"{taken}{limit} tokens")
-        if self.is_busy:
-            if self._rates.tokens_per_s:
-                parts.append(f"{self._rates.tokens_per_s:.0f} tok/s")
-            if self.progress.ttft_s is not None:
-                parts.append(f"first after {self.progress.ttft_s * 1000:.0f} ms")
         if self.progress.num_cached_tokens:
             parts.append(f"{self.progress.num_cached_tokens} reused")
+        if self.is_busy:
+            # Now it is of more interest than the settings.
+            parts.append(f"{self._rates.tokens_per_s:.0f} tok/s")
+            if self.progress.ttft_s is not None:
+                parts.append(f"first after {self.progress.ttft_s * 1000:.0f} ms")
+            return " · ".join(parts)
         parts.append(f"temp {params.temperature:g}")
         if params.n > 1:
             parts.append(f"{params.n} candidates")

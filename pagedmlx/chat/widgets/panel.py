@@ -9,11 +9,11 @@ from textual.containers import Vertical
 from textual.content import Content
 
 from pagedmlx.chat.blocks import NO_SLOT, BlockHistory, holders, savings
-from pagedmlx.chat.pieces import visible
 from pagedmlx.chat.widgets.block_map import BlockMap, colour, legend, letter
 from pagedmlx.chat.widgets.gauges import Gauges
 from pagedmlx.chat.widgets.line import Line
 from pagedmlx.core.snapshot import EngineSnapshot, SequenceSnapshot
+from pagedmlx.text.visible import visible
 
 _NO_MAP = "This endpoint does not tell what is in its memory, so there is no block map."
 _MAX_WAITING = 4
