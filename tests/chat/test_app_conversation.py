@@ -417,10 +417,10 @@ def test_the_status_line_tells_how_soon_an_answer_began() -> None:
     async def story(app: ChatApp, pilot: Pilot[int]) -> None:
         client.gate = asyncio.Semaphore(1)
         await say(pilot, "why?")
-        await shows(pilot, "first after 250 ms")
+        await shows(pilot, "first in 0.25 s")
         client.gate.release()
         await settle(pilot)
-        assert "first after" not in screen_text(app)
+        assert "first in" not in screen_text(app)
 
     client = FakeClient()
     play(client, story)
