@@ -257,7 +257,7 @@ class ChatApp(App[int]):
         self.call_later(lambda: self.tell(text, error=True))
 
     def save(self, conversation: Conversation) -> None:
-        """Keep a conversation; a failure is told once, and tried again later."""
+        """Keep a conversation; a failure is told, and tried again later."""
         self.saving.save(conversation)
 
     def _save_all(self) -> None:
