@@ -417,7 +417,7 @@ def test_the_status_line_tells_how_soon_an_answer_began() -> None:
     async def story(app: ChatApp, pilot: Pilot[int]) -> None:
         client.gate = asyncio.Semaphore(1)
         await say(pilot, "why?")
-        await shows(pilot, "first in 0.25 s")
+        await shows(pilot, "first in 0.2 s")
         client.gate.release()
         await settle(pilot)
         assert "first in" not in screen_text(app)

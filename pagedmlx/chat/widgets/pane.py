@@ -314,7 +314,7 @@ class ConversationPane(TabPane):
             # Now it is of more interest than the settings.
             parts.append(f"{self._rates.tokens_per_s:.0f} tok/s")
             if self.progress.ttft_s is not None:
-                parts.append(f"first in {self.progress.ttft_s:.2g} s")
+                parts.append(f"first in {self.progress.ttft_s:.1f} s")
             return " · ".join(parts)
         parts.append(f"temp {params.temperature:g}")
         if params.n > 1:
