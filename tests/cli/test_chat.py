@@ -119,7 +119,7 @@ class Terminal:
         return bool(part)
 
 
-@pytest.mark.parametrize("ending", ["quit", "SIGTERM", "SIGHUP"])
+@pytest.mark.parametrize("ending", ["quit", "SIGINT", "SIGTERM", "SIGHUP"])
 def test_leaving_in_the_middle_of_an_answer_gives_the_terminal_back(
     ending: str, tmp_path: Path
 ) -> None:
@@ -131,7 +131,7 @@ def test_leaving_in_the_middle_of_an_answer_gives_the_terminal_back(
     else:
         terminal.process.send_signal(getattr(signal, ending))
     code = terminal.end()
-    assert code == (0 if ending == "quit" else 143)
+    assert code == (0 if ending == "quit" else 128 + getattr(signal, ending))
     assert LEAVE_SCREEN in terminal.seen
     assert terminal.seen.rindex(SHOW_CURSOR) > terminal.seen.rindex(b"\x1b[?25l")
     assert b"Traceback" not in terminal.seen
