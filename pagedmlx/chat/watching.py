@@ -19,7 +19,7 @@ _NUMBERS_S = 0.9
 _GATHER_S = 0.01
 """Widgets tell the screen a moment later that they have changed; it should wait for the last."""
 
-_MAX_FRAME_S = 0.5
+_MAX_FRAME_S = 0.75
 _FRAME_SHARE = 0.03
 """Part of a core that the screen may take from the model; a slow machine draws less often."""
 
