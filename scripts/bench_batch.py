@@ -24,7 +24,7 @@ import numpy as np
 
 from scripts.compare.processes import SYSTEMS, Running, inspect
 from scripts.compare.traces import Job, tokens
-from scripts.report import save
+from scripts.report import note, save
 
 CASES = {"even": ((128,) * 16, 64), "uneven": ((1_500, *(60,) * 7), 32)}
 """Lengths of the prompts, and how many tokens each generates."""
@@ -105,12 +105,6 @@ def measure(model: str, jobs: list[Job], num_pairs: int, name: str) -> dict[str,
         "ttft_s": {s: [each["ttft_s"] for each in turns[s]] for s in SYSTEMS},
         "itl_s": {s: [each["itl_s"] for each in turns[s]] for s in SYSTEMS},
     }
-
-
-def note(line: str) -> None:
-    """Tell how far it is."""
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from pagedmlx.engine.outputs import Job
 from pagedmlx.models.loader import LoadedModel
 from pagedmlx.ops.cascade import CascadePath
 from pagedmlx.ops.kernels import KernelBackend
-from scripts.report import save
+from scripts.report import note, numbers, save
 from scripts.shapes import load, make_engine
 
 NUM_ROUNDS = 5
@@ -239,17 +239,6 @@ def add(engine: Engine, name: str, prompt: list[int], *, max_tokens: int, n: int
 def gaps_ms(moments: list[float]) -> list[float]:
     """Milliseconds between moments."""
     return [1e3 * (b - a) for a, b in itertools.pairwise(moments)]
-
-
-def numbers(text: str) -> list[int]:
-    """Whole numbers with commas between."""
-    return [int(number) for number in text.split(",")]
-
-
-def note(line: str) -> None:
-    """Tell how far it is."""
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()
 
 
 def main() -> int:

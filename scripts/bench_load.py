@@ -21,7 +21,7 @@ import numpy as np
 
 from scripts.compare.processes import RealRunError, inspect, start
 from scripts.compare.traces import Job, Maker, tokens
-from scripts.report import save
+from scripts.report import note, save
 from scripts.shapes import SHAPES
 
 CASES: dict[str, tuple[tuple[int, ...], int]] = {
@@ -144,12 +144,6 @@ def memory_setting(budget: int, theirs: dict[str, Any]) -> dict[str, Any]:
 def quotient(ours: dict[str, Any], theirs: dict[str, Any], key: str) -> float | None:
     """Ours by theirs where both have it."""
     return ours[key] / theirs[key] if ours[key] and theirs[key] else None
-
-
-def note(line: str) -> None:
-    """Tell how far it is."""
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ from pagedmlx.ops.base import upload
 from pagedmlx.ops.cascade import CascadePath
 from pagedmlx.ops.kernels import KernelBackend
 from scripts.bench_kernels import measure_ceiling
-from scripts.report import save
+from scripts.report import note, numbers, save
 from scripts.shapes import load, make_engine
 from scripts.trace import trace
 
@@ -353,17 +353,6 @@ def weights_read(loaded: LoadedModel) -> int:
         if "embed_tokens" in name and not loaded.config.get("tie_word_embeddings")
     )
     return loaded.parameter_bytes - tables
-
-
-def numbers(text: str) -> list[int]:
-    """Whole numbers with commas between."""
-    return [int(number) for number in text.split(",")]
-
-
-def note(line: str) -> None:
-    """Tell how far it is."""
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""How a script saves its report: as JSON with machine and versions."""
+"""What scripts share: a report as JSON with machine and versions, a word on how far they are."""
 
 from __future__ import annotations
 
@@ -34,3 +34,14 @@ def save(report: dict[str, Any], target: str) -> None:
     ) as file:
         file.write(text)
     Path(file.name).replace(path)
+
+
+def note(line: str) -> None:
+    """Tell how far it is."""
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
+
+
+def numbers(text: str) -> list[int]:
+    """Whole numbers with commas between."""
+    return [int(number) for number in text.split(",")]

@@ -67,9 +67,11 @@ def test_a_model_that_takes_hardly_any_tokens_is_left_alone(steps: list[Step]) -
 
 def test_nothing_is_kept() -> None:
     with ModelAdapter(tiny_model("llama"), make_backend("auto"), block_size=4) as adapter:
-        run = lambda: serve_made_up_requests(  # noqa: E731
-            adapter, TokenWriter(), EngineConfig(block_size=4), 4096
-        )
+
+        def run() -> None:
+            config = EngineConfig(block_size=4)
+            serve_made_up_requests(adapter, TokenWriter(), config, 4096)
+
         run()
         mx.synchronize()
         before = mx.get_active_memory()
