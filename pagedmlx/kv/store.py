@@ -14,7 +14,14 @@ import numpy.typing as npt
 from pagedmlx.core.batch import NO_BLOCK, GroupArrays
 from pagedmlx.kv.layout import AxisOrder, KVLayout
 from pagedmlx.kv.states import StateStore
-from pagedmlx.kv.writer import FunctionalWriter, LayerPool, PoolWriter
+from pagedmlx.kv.writer import (
+    FunctionalWriter,
+    LayerPool,
+    NewRows,
+    PoolWriter,
+    Rope,
+    RotatingWriter,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +96,11 @@ class KVStore:
     def updates_in_place(self) -> bool:
         """Whether a step may be submitted while the one before is still under way."""
         return self._token is not None
+
+    @property
+    def can_rotate(self) -> bool:
+        """Whether there is ``write_rotated``."""
+        return isinstance(self._writer, RotatingWriter)
 
     @property
     def num_bytes(self) -> int:
@@ -169,6 +181,18 @@ class KVStore:
         else:
             # The kernel that attends to them can write them too; whatever else comes, writes first.
             self._unwritten = rows
+
+    def write_rotated(self, layer: int, rows: NewRows, rope: Rope) -> mx.array:
+        """Rotate K of some rows and store it, and V, at once; see ``write``.
+
+        Returns:
+            The rotated queries, (T, num_heads, k_head_dim).
+        """
+        pool, token = self.bind(layer)
+        self._newest = None
+        assert isinstance(self._writer, RotatingWriter)
+        rotated, self._token = self._writer.write_rotated(pool, rows, rope, token)
+        return rotated
 
     def claim(self, layer: int, dtype: mx.Dtype) -> Unwritten | None:
         """Take over the rows written last: this layer's, of that type, not in the pool yet.

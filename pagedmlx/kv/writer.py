@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 import mlx.core as mx
 import numpy as np
@@ -32,6 +32,44 @@ class LayerPool:
     def bound(self) -> tuple[mx.array, mx.array]:
         """K and V as kernels are given them."""
         return self.views or (self.keys, self.values)
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """A rotation by position, as ``mx.fast.rope`` does it; equal if it differs in ``freqs`` alone.
+
+    Attributes:
+        dims: Elements of a row that are rotated, the first ones.
+        traditional: Whether elements that lie side by side are rotated together.
+        base: Of the wavelengths; None where ``freqs`` has them.
+        scale: Factor on positions.
+        freqs: (dims / 2,) float32.
+    """
+
+    dims: int
+    traditional: bool
+    base: float | None
+    scale: float
+    freqs: mx.array | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class NewRows:
+    """What an attention layer has computed for T rows of one token, nothing of it rotated yet.
+
+    Attributes:
+        queries: (T, num_heads, 1, k_head_dim), all in the same type.
+        keys: (T, num_kv_heads, 1, k_head_dim).
+        values: (T, num_kv_heads, 1, v_head_dim).
+        positions: (T or more,) int32, padded to 8 elements.
+        slots: (T,) int64.
+    """
+
+    queries: mx.array
+    keys: mx.array
+    values: mx.array
+    positions: mx.array
+    slots: mx.array
 
 
 class PoolWriter(Protocol):
@@ -75,6 +113,21 @@ class PoolWriter(Protocol):
 
         Returns:
             The next token.
+        """
+        ...
+
+
+@runtime_checkable
+class RotatingWriter(Protocol):
+    """A writer that can also rotate what it writes, and the queries that go with it."""
+
+    def write_rotated(
+        self, pool: LayerPool, rows: NewRows, rope: Rope, token: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        """Store K, rotated, and V of some rows.
+
+        Returns:
+            The rotated queries, (T, num_heads, k_head_dim), and the next token.
         """
         ...
 

@@ -9,8 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedmlx.kv.layout import AxisOrder, KVLayout
-from pagedmlx.kv.writer import LayerPool
+from pagedmlx.kv.writer import LayerPool, NewRows, Rope
 from pagedmlx.ops.launch import Launch, Launcher
+from pagedmlx.ops.rope_write import RopeWriteVariant
 from pagedmlx.ops.variants import COPY_THREADS, CopyVariant, PoolShape, WriteVariant
 
 _NOWHERE = -1
@@ -20,7 +21,7 @@ _THREADS = 256
 
 
 class InPlaceWriter:
-    """See ``PoolWriter``; the pool's arrays never change their identity.
+    """See ``PoolWriter`` and ``RotatingWriter``; the pool's arrays never change their identity.
 
     Args:
         launcher: Runs the kernels.
@@ -31,6 +32,7 @@ class InPlaceWriter:
         self._slots: tuple[mx.array, mx.array] | None = None
         # By what is fixed in a kernel; nothing here may keep a pool, which may grow and be freed.
         self._variants: dict[tuple[object, ...], WriteVariant] = {}
+        self._rope_variants: dict[tuple[object, ...], RopeWriteVariant] = {}
         self._copy_variants: dict[PoolShape, CopyVariant] = {}
 
     def first_token(self) -> mx.array:
@@ -64,6 +66,27 @@ class InPlaceWriter:
                 [mx.int32],
             )
         )[0]
+
+    def write_rotated(
+        self, pool: LayerPool, rows: NewRows, rope: Rope, token: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        """See ``RotatingWriter.write_rotated``."""
+        num_rows, num_heads, _, head_dim = rows.queries.shape
+        variant = self._rope_variant(pool, rows.queries, rope)
+        freqs = [] if rope.freqs is None else [rope.freqs]
+        slots = self._padded(rows.slots)
+        rotated, token = self._launch(
+            Launch(
+                variant.kernel,
+                [rows.queries, rows.keys, rows.values, rows.positions, *freqs]
+                + [*pool.bound, slots, token],
+                max(num_rows * variant.row_threads, _MIN_ELEMENTS),
+                _THREADS,
+                [(num_rows, num_heads, head_dim), (_MIN_ELEMENTS,)],
+                [rows.queries.dtype, mx.int32],
+            )
+        )
+        return rotated, token
 
     def copy_blocks(
         self,
@@ -119,6 +142,18 @@ class InPlaceWriter:
         if variant is None:
             variant = WriteVariant(pool_shape(pool), dtype_name(keys.dtype))
             self._variants[kind] = variant
+        return variant
+
+    def _rope_variant(self, pool: LayerPool, queries: mx.array, rope: Rope) -> RopeWriteVariant:
+        k_shape, v_shape = pool.keys.shape[1:], pool.values.shape[1:]
+        num_heads, dtype = queries.shape[1], queries.dtype
+        kind = (k_shape, v_shape, pool.keys.dtype, pool.order, num_heads, dtype, rope)
+        variant = self._rope_variants.get(kind)
+        if variant is None:
+            shape = pool_shape(pool)
+            factor = num_heads // shape.num_kv_heads
+            variant = RopeWriteVariant(shape, dtype_name(dtype), factor, rope)
+            self._rope_variants[kind] = variant
         return variant
 
     def _copies(self, pool: LayerPool) -> CopyVariant:

@@ -37,6 +37,7 @@ class Kernel:
         threadgroup_bytes: Threadgroup memory that it takes.
         headers: Files that go before it, and before few others.
         cuda_headers: Files that say in CUDA what only such texts use of Metal.
+        strided: Whether it takes inputs as they lie in memory; others get copies where need be.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Kernel:
     threadgroup_bytes: int = 0
     headers: tuple[str, ...] = ()
     cuda_headers: tuple[str, ...] = ()
+    strided: bool = False
 
     def __post_init__(self) -> None:
         assert self.threadgroup_bytes <= MAX_THREADGROUP_BYTES, self.name
@@ -159,6 +161,7 @@ class MLXLauncher:
             output_names=list(kernel.output_names),
             source=kernel.source,
             header=header,
+            ensure_row_contiguous=not kernel.strided,
         )
         self._functions[kernel.name] = function
         return function

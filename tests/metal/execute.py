@@ -102,18 +102,21 @@ def execute(
     *,
     in_place: Collection[str] = (),
     initial: float | None = None,
+    strided: bool = False,
     seed: int = 0,
 ) -> dict[str, np.ndarray]:
     """Run a source as `mx.fast.metal_kernel` generates it.
 
     Args:
         text: The generated source.
-        inputs: Arrays by name, row-contiguous; bfloat16 as np.uint16 of the same bits.
+        inputs: Arrays by name; bfloat16 as np.uint16 of the same bits.
         outputs: Outputs by name. Bytes that no thread writes are 0xFF, unless `initial` is given.
         grid: Threads of the launch, as for MLX.
         threadgroup: Threads of a threadgroup, cut to the grid as MLX does.
         in_place: Inputs that the kernel may write; copies of them come back with the outputs.
         initial: What the outputs hold before.
+        strided: Bind inputs as they lie in memory; what lies in between is 0xFF. Otherwise they are
+            copied, as MLX does it too.
         seed: Order in which threads and threadgroups run.
 
     Raises:
@@ -121,7 +124,9 @@ def execute(
     """
     kernel = parse(text)
     library = _load(kernel)
-    arrays = {name: np.ascontiguousarray(array) for name, array in inputs.items()}
+    arrays = dict(inputs)
+    if not strided:
+        arrays = {name: np.ascontiguousarray(array) for name, array in inputs.items()}
     for name, output in outputs.items():
         array = np.full(output.shape, 0 if initial is None else initial, output.dtype)
         if initial is None:
@@ -179,7 +184,7 @@ def _bound_array(
 ) -> np.ndarray:
     """The array bound to a parameter; shapes, strides and ranks are those of another array."""
     if name in arrays:
-        return arrays[name]
+        return _as_it_lies(arrays[name])
     source, _, table = name.rpartition("_")
     if table not in _TABLES or source not in arrays:
         raise ExecutionError("arguments", 0, f"no array for {name} of {kernel.name}", text)
@@ -189,6 +194,16 @@ def _bound_array(
     if table == "strides":
         return np.array(array.strides, np.int64) // array.itemsize
     return np.array(array.ndim, np.int32)
+
+
+def _as_it_lies(array: np.ndarray) -> np.ndarray:
+    """All memory from an array's first element to its last."""
+    if array.flags.c_contiguous:
+        return array
+    ends = [(n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True)]
+    memory = np.full(sum(ends) + array.itemsize, _POISON, np.uint8).view(array.dtype)
+    np.lib.stride_tricks.as_strided(memory, array.shape, array.strides)[...] = array
+    return memory
 
 
 class _Memory:

@@ -113,6 +113,7 @@ class FiberLauncher:
             (threads, 1, 1),
             (launch.threadgroup, 1, 1),
             in_place=self.in_place if writes else (),
+            strided=kernel.strided,
             seed=self.seed,
         )
         if writes:

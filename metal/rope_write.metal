@@ -1,0 +1,88 @@
+// Rotates queries and keys by their positions (RoPE), and writes the rotated keys and the values
+// into their slots of the pool, in place.
+//
+// Inputs   queries    (T, H * FACTOR, 1, DK) of T, not rotated; lies in memory as its strides say
+//          keys       (T, H, 1, DK) likewise
+//          values     (T, H, 1, DV) likewise
+//          positions  (T or more,) int32, padded to 8 elements
+//          freqs      (DIMS / 2,) float32: wavelength of each pair over 2 pi; only where HAS_FREQS
+//          k_pool     (blocks, H, BS, DK) of KT, or (blocks, BS, H, DK) where SLOT_MAJOR; written
+//          v_pool     likewise with DV; written
+//          slots      (T or more,) int64, padded to 8 elements; distinct; negative: nothing of the
+//                     row is written
+//          token      the newest token: everything that it depends on has happened
+// Outputs  rotated    (T, H * FACTOR, DK) of T
+//          written    (8,) int32, zeros: the next token
+// Grid     one thread for two elements that are rotated together, of HEADS heads:
+//          T * ceil(H * (1 + FACTOR) / HEADS) * max(DK, DV) / 2 threads, or 8
+// Threadgroup memory: none. Work of a thread: 4 * HEADS loads and stores, one sine and cosine.
+// Constants: T, KT (types); H, DK, DV, BS, SLOT_MAJOR; FACTOR; HEADS; DIMS: elements at the
+// beginning of a row that are rotated; TRADITIONAL: those that lie side by side together, else those
+// that lie DIMS / 2 apart; HAS_FREQS, or LOG_BASE: log2 of the base; SCALE: factor on positions.
+
+constexpr int PAIRS = (DK > DV ? DK : DV) / 2;
+constexpr int GROUPS = (H * (1 + FACTOR) + HEADS - 1) / HEADS;
+const uint index = thread_position_in_grid.x;
+if (index < 8) written[index] = 0;
+
+const long row = index / (GROUPS * PAIRS);
+if (row >= queries_shape[0]) return;
+const long slot = slots[row];
+const int pair = int(index % PAIRS);
+const int first_head = int(index / PAIRS) % GROUPS * HEADS;
+
+// The two elements, and the rotation of both: none for those past DIMS.
+const bool turns = pair < DIMS / 2;
+const int low = turns && !TRADITIONAL ? pair : 2 * pair;
+const int high = turns && !TRADITIONAL ? pair + DIMS / 2 : low + 1;
+float cosine = 1.0f;
+float sine = 0.0f;
+if (turns) {
+#if HAS_FREQS
+  const float frequency = 1.0f / freqs[pair];
+#else
+  const float frequency = exp2(-(float(pair) / float(DIMS / 2)) * LOG_BASE);
+#endif
+  const float angle = SCALE * float(positions[row]) * frequency;
+  cosine = cos(angle);
+  sine = sin(angle);
+}
+
+// The heads of the keys come first, then those of the queries.
+UNROLL for (int i = 0; i < HEADS; ++i) {
+  const int head = first_head + i;
+  const bool is_key = head < H;
+  if (head >= H * (1 + FACTOR) || (is_key && slot < 0)) continue;
+  const long place = SLOT_MAJOR ? slot * H + head
+                                : ((slot / BS) * H + head) * BS + slot % BS;
+  if (2 * pair < DK) {
+    const device T* from = is_key ? keys + row * keys_strides[0] + head * keys_strides[1]
+                                  : queries + row * queries_strides[0] +
+                                        (head - H) * queries_strides[1];
+    const long step = is_key ? keys_strides[3] : queries_strides[3];
+    T x = from[low * step];
+    T y = from[high * step];
+    if (turns) {
+      const float old_x = float(x);
+      const float old_y = float(y);
+      x = T(old_x * cosine - old_y * sine);
+      y = T(old_x * sine + old_y * cosine);
+    }
+    if (is_key) {
+      device KT* to = const_cast<device KT*>(k_pool) + place * DK;
+      to[low] = KT(float(x));
+      to[high] = KT(float(y));
+    } else {
+      device T* to = rotated + (row * (H * FACTOR) + head - H) * DK;
+      to[low] = x;
+      to[high] = y;
+    }
+  }
+  if (is_key && 2 * pair < DV) {
+    const device T* from = values + row * values_strides[0] + head * values_strides[1];
+    device KT* to = const_cast<device KT*>(v_pool) + place * DV;
+    UNROLL for (int j = 0; j < 2; ++j) {
+      to[2 * pair + j] = KT(float(from[(2 * pair + j) * values_strides[3]]));
+    }
+  }
+}
