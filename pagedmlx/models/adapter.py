@@ -17,6 +17,7 @@ from pagedmlx.kv.states import States
 from pagedmlx.kv.store import KVStore
 from pagedmlx.models.cache_tree import read_caches
 from pagedmlx.models.compiled import CompiledDecode, PlansAhead
+from pagedmlx.models.deferred_rope import DeferredRopes, find_deferrable_ropes
 from pagedmlx.models.hook import install_hook
 from pagedmlx.models.layer_cache import GroupRows, LayerCache
 from pagedmlx.models.loader import LoadedModel
@@ -81,6 +82,7 @@ class ModelAdapter:
         self.backend = backend
         self._model: Any = loaded.model
         self._compiled: tuple[KVStore, CompiledDecode] | None = None
+        self._ropes: DeferredRopes | None = None
         self._tree = read_caches(loaded.model, loaded.model_type)
         self._hook = install_hook(loaded.model)
         try:
@@ -139,7 +141,15 @@ class ModelAdapter:
 
     def _run_tokens(self, batch: PagedBatch, store: KVStore) -> ModelOutput:
         """The whole step in one call, (T, 1)."""
-        return self._call(token_rows(batch), store)
+        return self._call(token_rows(batch), store, self._ropes_for(store))
+
+    def _ropes_for(self, store: KVStore) -> DeferredRopes:
+        """Those whose work the pool's writer does; looked for when one comes that can."""
+        if not store.can_rotate:
+            return DeferredRopes()
+        if self._ropes is None:
+            self._ropes = find_deferrable_ropes(self._model, self._tree, self._selection)
+        return self._ropes
 
     def _run_sequences(self, batch: PagedBatch, store: KVStore) -> ModelOutput:
         """One call for the sequences that decode, (B, 1), and one for each chunk, (1, L)."""
@@ -155,7 +165,7 @@ class ModelAdapter:
             if found:
                 # Pools that are updated functionally must have no pending reads.
                 store.submit(*_arrays(found[-1]))
-            found.append(self._call(part, store))
+            found.append(self._call(part, store, DeferredRopes()))
         if len(found) == 1:
             return found[0]
         pooled = [each.pooled for each in found if each.pooled is not None]
@@ -164,11 +174,11 @@ class ModelAdapter:
             mx.concatenate(pooled) if pooled else None,
         )
 
-    def _call(self, part: Part, store: KVStore) -> ModelOutput:
+    def _call(self, part: Part, store: KVStore, ropes: DeferredRopes) -> ModelOutput:
         """Call the model once."""
         caches: list[Any] = [None] * len(self._tree.kinds)
         for index, group in enumerate(self.layout.groups):
-            rows = GroupRows(store, self.backend, part, index, group.window)
+            rows = GroupRows(store, self.backend, part, index, group.window, ropes)
             for layer in group.layers:
                 caches[layer] = LayerCache(layer, rows)
         states = self._take_states(part, store, caches)
@@ -186,7 +196,7 @@ class ModelAdapter:
             pooled = _pool(by_row, part.batch.host.pooled)
             return by_row if len(sample_rows) == num_rows else by_row[selected]
 
-        with self._selection.using(select):
+        with self._selection.using(select), ropes.using(part.offset):
             logits = self._model(part.token_ids, cache=self._tree.arrange(caches))
         blocks = (each for each in caches if isinstance(each, LayerCache))
         if not part.gathers and not all(each.attended for each in blocks):

@@ -16,13 +16,10 @@ import numpy as np
 
 from pagedmlx.core.batch import BatchArrays, Int32Array
 from pagedmlx.kv.store import KVStore
-from pagedmlx.ops.base import GroupBatch, PagedBatch
+from pagedmlx.ops.base import MIN_ELEMENTS, GroupBatch, PagedBatch, padded
 
 MAX_GRAPHS = 32
 """Graphs kept, the least recently used given up first."""
-
-# MLX declares an array of fewer elements differently, which would be another kernel.
-_MIN_ELEMENTS = 8
 
 MIN_USES = 5
 """A shape is compiled when it comes this often: a trace costs what so many steps save by it."""
@@ -169,16 +166,16 @@ class _Metadata:
 
     def packed(self, host: BatchArrays, plans: Plans) -> mx.array:
         """A step's slots (in 64 bits, so first), positions and plans: int32."""
-        slots = np.full((self.num_groups, max(self.num_rows, _MIN_ELEMENTS)), -1, np.int64)
+        slots = np.full((self.num_groups, max(self.num_rows, MIN_ELEMENTS)), -1, np.int64)
         for row, group in zip(slots, host.groups, strict=True):
             row[: self.num_rows] = group.slot_mapping
-        parts = [slots.ravel().view(np.int32), host.positions, *plans.arrays]
+        parts = [slots.ravel().view(np.int32), padded(host.positions), *plans.arrays]
         return mx.array(np.concatenate(parts))
 
     def unpacked(self, packed: mx.array) -> tuple[list[mx.array], mx.array, list[mx.array]]:
         """Views of each group's slots, the positions, and each plan."""
-        width = 2 * max(self.num_rows, _MIN_ELEMENTS)
-        ends = np.cumsum([*[width] * self.num_groups, self.num_rows, *self.sizes])[:-1]
+        width = max(self.num_rows, MIN_ELEMENTS)
+        ends = np.cumsum([*[2 * width] * self.num_groups, width, *self.sizes])[:-1]
         parts = mx.split(packed, ends.tolist())
         slots = [part.view(mx.int64) for part in parts[: self.num_groups]]
         return slots, parts[self.num_groups], list(parts[self.num_groups + 1 :])

@@ -10,6 +10,8 @@ from typing import Any
 import mlx.core as mx
 
 from pagedmlx.kv.store import KVStore
+from pagedmlx.kv.writer import NewRows, Rope
+from pagedmlx.models.deferred_rope import DeferredRopes, not_rotated
 from pagedmlx.models.parts import Part
 from pagedmlx.ops.base import AttentionBackend, AttentionParams
 from pagedmlx.ops.context import Context, find_context
@@ -24,16 +26,24 @@ class GroupRows:
         part: The rows of the call.
         group: Index of the KV group.
         window: Tokens that a query sees, itself included; None is all.
+        ropes: Know of queries and keys that are not rotated yet.
     """
 
     def __init__(
-        self, store: KVStore, backend: AttentionBackend, part: Part, group: int, window: int | None
+        self,
+        store: KVStore,
+        backend: AttentionBackend,
+        part: Part,
+        group: int,
+        window: int | None,
+        ropes: DeferredRopes,
     ) -> None:
         self.store = store
         self.backend = backend
         self.part = part
         self.group = group
         self.window = window
+        self.ropes = ropes
         self._contexts: dict[int | None, Context] = {}
         self._no_mask: mx.array | None = None
 
@@ -82,6 +92,7 @@ class LayerCache:
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
         self._fetched: tuple[mx.array, mx.array] | None = None
+        self._rope: Rope | None = None
 
     @property
     def offset(self) -> Any:
@@ -101,7 +112,7 @@ class LayerCache:
         """Do nothing: what is kept follows from the position."""
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Write the rows' K and V.
+        """Write the rows' K and V; keys that aren't rotated yet are written when queries come.
 
         Args:
             keys: (S, num_kv_heads, L, k_head_dim).
@@ -114,6 +125,10 @@ class LayerCache:
         """
         rows = self.rows
         slots = rows.part.batch.groups[rows.group].slot_mapping
+        self._rope = rows.ropes.take(keys)
+        if self._rope is not None:
+            self.keys, self.values = self._fetched = keys, values
+            return self._fetched
         v_head_dim = values.shape[3]
         # Kernels take rows of one type.
         stored = values.astype(keys.dtype) if v_head_dim else keys
@@ -162,8 +177,9 @@ class LayerCache:
         if not self._leaves_masking_to_blocks(mask):
             return None
         self.attended = True
+        by_row = _by_row(queries) if self._rope is None else self._rotate_and_write(queries)
         output = rows.backend.attend(
-            _by_row(queries),
+            by_row,
             self.layer,
             rows.group,
             rows.store,
@@ -172,6 +188,16 @@ class LayerCache:
         )
         num_heads, head_dim = output.shape[1:]
         return output.reshape(-1, rows.part.length, num_heads, head_dim).swapaxes(1, 2)
+
+    def _rotate_and_write(self, queries: mx.array) -> mx.array:
+        """Write K and V, K rotated, and return the rotated queries by row."""
+        rope, self._rope = self._rope, None
+        if rope is None or rope is not self.rows.ropes.take(queries) or self._fetched is None:
+            raise not_rotated()
+        batch = self.rows.part.batch
+        slots = batch.groups[self.rows.group].slot_mapping
+        rows = NewRows(queries, *self._fetched, batch.positions, slots)
+        return self.rows.store.write_rotated(self.layer, rows, rope)
 
     def _leaves_masking_to_blocks(self, mask: Any) -> bool:
         # Any other array says something that only the model knows.

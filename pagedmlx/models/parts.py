@@ -56,7 +56,8 @@ class Part:
 
 def token_rows(batch: PagedBatch) -> Part:
     """A whole step with each token as a row."""
-    return Part(batch, batch.positions, batch.host.num_rows, 1, gathers=False)
+    num_rows = batch.host.num_rows
+    return Part(batch, batch.positions[:num_rows], num_rows, 1, gathers=False)
 
 
 def sequence_rows(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -80,6 +80,18 @@ class _Findings:
     states: list[list[mx.array | None]] = field(default_factory=list[list[mx.array | None]])
 
 
+class WatchedLayer(Protocol):
+    """What a layer did in a dry run.
+
+    Attributes:
+        stored: The K and V that it has stored.
+        queries: The queries that it has attended with.
+    """
+
+    stored: list[tuple[mx.array, mx.array]]
+    queries: list[mx.array]
+
+
 class _NotThisWayError(Exception):
     """The model can't run in one of the layouts; says why."""
 
@@ -119,6 +131,27 @@ def survey_model(
     )
 
 
+def watch_token_rows(
+    model: nn.Module, tree: CacheTree, selection: RowSelection
+) -> tuple[list[WatchedLayer], mx.array]:
+    """Run a model that goes in token rows once more, dry.
+
+    Attention gives zeros, so the logits depend on no queries, keys or values.
+
+    Args:
+        model: With the hook installed.
+        tree: The kinds of its caches, none of which keeps a state.
+        selection: Of the same model.
+
+    Returns:
+        What each layer did, and the logits, not computed yet.
+    """
+    (call,) = _CALLS[RowLayout.TOKEN_ROWS]
+    caches: list[WatchedLayer] = []
+    logits = _dry_run(model, tree, selection, call, _Findings(), caches)
+    return caches, logits
+
+
 def _try(
     model: nn.Module,
     tree: CacheTree,
@@ -153,7 +186,12 @@ def _try(
 
 
 def _dry_run(
-    model: nn.Module, tree: CacheTree, selection: RowSelection, call: _Call, findings: _Findings
+    model: nn.Module,
+    tree: CacheTree,
+    selection: RowSelection,
+    call: _Call,
+    findings: _Findings,
+    watched: list[WatchedLayer] | None = None,
 ) -> Any:
     masks: dict[CacheKind, dict[int | None, mx.array]] = {kind: {} for kind in tree.kinds}
     caches = [_stand_in(kind, call, masks[kind]) for kind in tree.kinds]
@@ -176,6 +214,8 @@ def _dry_run(
     for layer, cache in enumerate(caches):
         if isinstance(cache, _RecordingCache):
             _note(layer, cache, call, findings)
+            if watched is not None:
+                watched.append(cache)
     _note_states([cache.cache for cache in states], findings)
     return logits
 
@@ -230,6 +270,8 @@ class _RecordingCache:
         self.problem: str | None = None
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
+        self.stored: list[tuple[mx.array, mx.array]] = []
+        self.queries: list[mx.array] = []
         self._fetched: tuple[mx.array, mx.array] | None = None
 
     @property
@@ -249,6 +291,7 @@ class _RecordingCache:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         call = self.call
+        self.stored.append((keys, values))
         if self.shape is not None:
             self.problem = "stores K and V twice in one pass"
         is_right = keys.shape[0] == call.num_sequences and keys.shape[2] == call.length
@@ -289,6 +332,7 @@ class _RecordingCache:
         if mask is not None and mask is not self.masks.get(None):
             return None
         self.attended = True
+        self.queries.append(queries)
         assert self.shape is not None
         return mx.zeros((*queries.shape[:3], self.shape.v_head_dim), dtype=queries.dtype)
 

@@ -8,8 +8,11 @@ from typing import Protocol
 import mlx.core as mx
 import numpy as np
 
-from pagedmlx.core.batch import NO_BLOCK, BatchArrays
+from pagedmlx.core.batch import NO_BLOCK, BatchArrays, Int32Array
 from pagedmlx.kv.store import KVStore
+
+MIN_ELEMENTS = 8
+"""MLX declares an array of fewer differently, which would be another kernel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +35,7 @@ class PagedBatch:
     Attributes:
         host: The same step on the host, for lengths and other control flow.
         token_ids: (T,) int32.
-        positions: (T,) int32.
+        positions: (T or more,) int32, padded to 8 elements, as kernels want them.
         context_lens: (S,) int32.
         groups: One entry for each KV group.
     """
@@ -49,7 +52,7 @@ def upload(host: BatchArrays) -> PagedBatch:
     return PagedBatch(
         host=host,
         token_ids=mx.array(host.token_ids),
-        positions=mx.array(host.positions),
+        positions=mx.array(padded(host.positions)),
         context_lens=mx.array(host.context_lens),
         groups=tuple(
             GroupBatch(
@@ -61,6 +64,12 @@ def upload(host: BatchArrays) -> PagedBatch:
             for group in host.groups
         ),
     )
+
+
+def padded(array: Int32Array) -> Int32Array:
+    """The same with at least 8 elements; MLX declares smaller arrays differently to kernels."""
+    missing = max(0, MIN_ELEMENTS - array.size)
+    return np.pad(array, (0, missing)) if missing else array
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,13 +73,14 @@ class InPlaceWriter:
         """See ``RotatingWriter.write_rotated``."""
         num_rows, num_heads, _, head_dim = rows.queries.shape
         variant = self._rope_variant(pool, rows.queries, rope)
-        freqs = [] if rope.freqs is None else [rope.freqs]
-        slots = self._padded(rows.slots)
+        inputs = [rows.queries, rows.keys, rows.values, rows.positions]
+        if rope.freqs is not None:
+            inputs.append(rope.freqs)
+        inputs += [*pool.bound, self._padded(rows.slots), token]
         rotated, token = self._launch(
             Launch(
                 variant.kernel,
-                [rows.queries, rows.keys, rows.values, rows.positions, *freqs]
-                + [*pool.bound, slots, token],
+                inputs,
                 max(num_rows * variant.row_threads, _MIN_ELEMENTS),
                 _THREADS,
                 [(num_rows, num_heads, head_dim), (_MIN_ELEMENTS,)],

@@ -215,12 +215,18 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("tiny", "prefill"),
-    [("llama", "rows"), ("llama_window", "kernel"), ("gpt_oss", "auto")],
+    ("tiny", "prefill", "written_by"),
+    [
+        ("llama", "rows", "rope"),
+        ("llama_window", "kernel", "rope"),
+        ("gpt_oss", "auto", "rope"),
+        # Its layers do something else with rotated queries, or rotate nothing.
+        ("cohere2", "auto", "write"),
+    ],
     indirect=["tiny"],
 )
 def test_tokens_are_mlx_lms_and_memory_is_weights_and_pool(
-    tiny: str, prefill: str, replayed: list[int]
+    tiny: str, prefill: str, written_by: str, replayed: list[int]
 ) -> None:
     def work() -> None:
         launcher = FiberLauncher()
@@ -238,7 +244,8 @@ def test_tokens_are_mlx_lms_and_memory_is_weights_and_pool(
             assert num_sequences() - others <= len(serving.prompts), "more than one step's"
             assert serving.engine.stats().num_preemptions > 0
         kinds = {name.split("_")[1] for name in launcher.executed}
-        assert {"write", "copy", "decode", "prefill", "merge"} <= kinds
+        assert {written_by, "copy", "decode", "prefill", "merge"} <= kinds
+        assert len({"rope", "write"} & kinds) == 1
         assert max(replayed) > 1
 
     on_a_thread(work)

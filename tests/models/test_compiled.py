@@ -67,7 +67,7 @@ class Decoding:
         store.wrote(store.token + 1)
         assert self.backend.followed is not None
         slots = batch.groups[0].slot_mapping[: batch.host.num_rows]
-        rows = batch.token_ids + 10 * batch.positions + slots
+        rows = batch.token_ids + 10 * batch.positions[: batch.host.num_rows] + slots
         return (rows + self.backend.followed.sum() + self.pool[0])[:, None]
 
     def step(
@@ -85,7 +85,8 @@ class Decoding:
         batch = upload(host)
         self.backend.next_plans = Plans([np.array(plan, np.int32)], kind)
         logits = self.compiled(batch)
-        expected = batch.token_ids + 10 * batch.positions + batch.groups[0].slot_mapping + sum(plan)
+        positions = batch.positions[: batch.host.num_rows]
+        expected = batch.token_ids + 10 * positions + batch.groups[0].slot_mapping + sum(plan)
         if logits is None:
             logits = self.run(batch, self.store)
         np.testing.assert_array_equal(np.array(logits[:, 0]), np.array(expected))

@@ -7,6 +7,7 @@ import pytest
 from pagedmlx.core.groups import KVGroup, KVGroupKind
 from pagedmlx.kv.layout import KVLayout, LayerShape
 from pagedmlx.kv.store import KVStore
+from pagedmlx.models.deferred_rope import DeferredRopes
 from pagedmlx.models.layer_cache import GroupRows, LayerCache
 from pagedmlx.models.parts import token_rows
 from pagedmlx.ops import make_backend
@@ -31,7 +32,8 @@ class Step:
         rng = np.random.default_rng(0)
         self.host = make_batch(SPANS, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, rng=rng)
         self.store = KVStore(layout, (NUM_BLOCKS,), fill=float("nan"))
-        rows = GroupRows(self.store, make_backend("auto"), token_rows(upload(self.host)), 0, window)
+        part, backend = token_rows(upload(self.host)), make_backend("auto")
+        rows = GroupRows(self.store, backend, part, 0, window, DeferredRopes())
         self.cache = LayerCache(0, rows)
         num_rows = self.host.num_rows
         self.keys = rng.normal(size=(num_rows, HEADS, 1, K_DIM)).astype(np.float32)
