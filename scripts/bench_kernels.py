@@ -26,6 +26,7 @@ from pagedmlx.core.groups import KVGroup, KVGroupKind
 from pagedmlx.engine.memory import device_memory_bytes
 from pagedmlx.kv.layout import AxisOrder, KVLayout, LayerShape
 from pagedmlx.kv.store import KVStore
+from pagedmlx.kv.writer import NewRows, Rope
 from pagedmlx.ops.base import AttentionParams, PagedBatch, upload
 from pagedmlx.ops.in_place import InPlaceWriter
 from pagedmlx.ops.kernels import KernelBackend
@@ -122,6 +123,7 @@ def main() -> int:
         "batch_cache": lambda: _each(MAIN[:4], measure_batch_cache, padded=True),
         "prefill": lambda: [measure_prefill(2048, cached) for cached in (0, 8192)],
         "write": lambda: [measure_write(rows) for rows in (1, 16, 64, 2048)],
+        "rope": lambda: [measure_rope(rows) for rows in (1, 16, 64, 2048)],
     }
     wanted = options.only.split(",") if options.only else list(sections)
     if options.peak:
@@ -418,6 +420,55 @@ def measure_write(num_rows: int) -> dict[str, Any]:
         mx.synchronize()
 
     return {"rows": num_rows, "us": round(_best(steps) / STEPS / CHAIN * 1e6, 2)}
+
+
+def measure_rope(num_rows: int) -> dict[str, Any]:
+    """RoPE of queries and keys and the write of K and V, all pieces of one product as in a model;
+    in one launch, and one after the other.
+    """
+    layers = Layers(Shape(f"{num_rows} rows", (64,) * num_rows))
+    shape, store = layers.shape, layers.store
+    heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+    ends = [shape.head_dim * sum(heads[:count]) for count in (1, 2, 3)]
+    pieces = mx.split(_normal((num_rows, 1, ends[-1])), ends[:-1], axis=-1)
+    queries, keys, values = (
+        piece.reshape(num_rows, 1, count, shape.head_dim).transpose(0, 2, 1, 3)
+        for piece, count in zip(pieces, heads, strict=True)
+    )
+    mx.eval(queries, keys, values)
+    rope = Rope(shape.head_dim, False, 500000.0, 1.0)
+    slots, positions = layers.batch.groups[0].slot_mapping, layers.batch.positions
+
+    def together(layer: int) -> mx.array:
+        return store.write_rotated(layer, NewRows(queries, keys, values, positions, slots), rope)
+
+    def apart(layer: int) -> mx.array:
+        rotated_queries, rotated_keys = (
+            mx.fast.rope(
+                rows,
+                rope.dims,
+                traditional=False,
+                base=rope.base,
+                scale=1.0,
+                offset=positions[:num_rows],
+            )
+            for rows in (queries, keys)
+        )
+        store.write(layer, rotated_keys.squeeze(2), values.squeeze(2), slots)
+        return rotated_queries
+
+    result: dict[str, Any] = {"rows": num_rows}
+    for name, work in (("together", together), ("apart", apart)):
+
+        def step(work: Callable[[int], mx.array] = work) -> None:
+            store.commit(*(work(index % layers.num_layers) for index in range(CHAIN)))
+
+        result[f"{name}_us"] = round(_best(step) / CHAIN * 1e6, 2)
+        busy = trace(step)
+        if busy is not None:
+            result[f"{name}_device_us"] = round(busy.seconds / CHAIN * 1e6, 2)
+            result[f"{name}_launches"] = round(busy.launches / CHAIN, 1)
+    return result
 
 
 def measure_peak() -> dict[str, Any]:

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
@@ -26,7 +26,7 @@ import numpy.typing as npt
 from pagedmlx.core.groups import KVGroup, KVGroupKind
 from pagedmlx.kv.layout import AxisOrder, KVLayout, LayerShape
 from pagedmlx.kv.store import KVStore
-from pagedmlx.kv.writer import LayerPool, PoolWriter
+from pagedmlx.kv.writer import LayerPool, NewRows, PoolWriter, Rope
 from pagedmlx.ops.base import AttentionParams, upload
 from pagedmlx.ops.in_place import InPlaceWriter
 from pagedmlx.ops.kernels import KernelBackend
@@ -34,6 +34,7 @@ from pagedmlx.ops.launch import Launcher, MLXLauncher, gpu_platform
 from scripts.report import save
 from tests.metal.cascades import SETTINGS
 from tests.metal.cases import covering_variants, every_variant
+from tests.metal.ropes import RopeCase, covering_ropes
 from tests.support.attention import TOLERANCES, make_case, write_step
 from tests.support.batches import make_batch
 
@@ -56,6 +57,7 @@ def main() -> None:
     sections: dict[str, Callable[[], dict[str, Any]]] = {
         "token": check_token,
         "copies": check_copies,
+        "rope": lambda: check_rope(options.jobs),
         "prefill": lambda: check_prefill(options.jobs),
         "cascade": lambda: _shares(SETTINGS, options.jobs),
         "long": check_long,
@@ -286,19 +288,57 @@ def _tokens(gathered: mx.array) -> npt.NDArray[np.float64]:
     return np.array(gathered[0].swapaxes(0, 1).astype(mx.float32)).astype(np.float64)
 
 
+def check_rope(jobs: int) -> dict[str, Any]:
+    """Rows that are rotated and written in one launch, against float64; and rotated queries at
+    positions up to 131,071 against MLX's own.
+    """
+    result = _shares(covering_ropes(), jobs)
+    for dtype in ("bfloat16", "float32"):
+        result[f"difference_from_mlx_{dtype}"] = _difference_from_mlx(dtype)
+    # In float32 it is what either makes of large angles, and no matter for a model.
+    result["ok"] = result["ok"] and result["difference_from_mlx_bfloat16"] <= TOLERANCES["bfloat16"]
+    return result
+
+
+def _difference_from_mlx(dtype: str) -> float:
+    """Largest difference of a rotated element, as a share of 1 and the element."""
+    case = RopeCase(
+        dtype, dtype, (128, 128), 16, 4, 8, AxisOrder.HEAD_MAJOR, "all", False, "base", 1.0,
+        "joined", 40,
+    )  # fmt: skip
+    store, rows = case.make(_launcher())
+    positions = mx.array(np.geomspace(1, 131071, case.num_rows).astype(np.int32))
+    rotated = store.write_rotated(0, replace(rows, positions=positions), case.rope)
+    expected = mx.fast.rope(
+        rows.queries, 128, traditional=False, base=10000.0, scale=1.0, offset=positions
+    )
+    found, wanted = rotated.astype(mx.float32), expected.squeeze(2).astype(mx.float32)
+    store.commit(found, wanted)
+    return float((mx.abs(found - wanted) / (1 + mx.abs(wanted))).max().item())  # type: ignore[arg-type]
+
+
 def check_token() -> dict[str, Any]:
     """A chain of writes and reads is right with the token and, so that this says anything, wrong
     without it, for a reader that is a kernel of ours and for one that is an operation of MLX.
     """
-    found = {
-        f"{reader} {mode} {'with' if token else 'without'}": _count_up(reader, mode, token)
-        for reader in ("attention", "mlx gather")
-        for mode in ("lazy", "async", "sync")
-        for token in (True, False)
-    } | {
-        f"attention that writes {mode} with": _count_up("attention that writes", mode, True)
-        for mode in ("lazy", "async", "sync")
-    }
+    found = (
+        {
+            f"{reader} {mode} {'with' if token else 'without'}": _count_up(reader, mode, token)
+            for reader in ("attention", "mlx gather")
+            for mode in ("lazy", "async", "sync")
+            for token in (True, False)
+        }
+        | {
+            f"attention that writes {mode} with": _count_up("attention that writes", mode, True)
+            for mode in ("lazy", "async", "sync")
+        }
+        | {
+            f"attention of rotated rows {mode} with": _count_up(
+                "attention of rotated rows", mode, True
+            )
+            for mode in ("lazy", "async", "sync")
+        }
+    )
     right = all(value == TOKEN_STEPS for name, value in found.items() if name.endswith(" with"))
     wrong = {name for name, value in found.items() if value != TOKEN_STEPS}
     seen = {name.rsplit(maxsplit=2)[0] for name in wrong} == {"attention", "mlx gather"}
@@ -362,7 +402,12 @@ def _count_up(reader: str, mode: str, token: bool) -> float:
     row = mx.zeros((1, 1, 64))
     mx.eval(row, slots)
     for _ in range(TOKEN_STEPS):
-        store.write(0, row, row + 1, slots)
+        if reader == "attention of rotated rows":
+            rows = row[:, :, None]
+            new = NewRows(rows, rows, rows + 1, batch.positions, slots)
+            row = store.write_rotated(0, new, Rope(64, False, 10000.0, 1.0))
+        else:
+            store.write(0, row, row + 1, slots)
         if reader == "attention":
             # Have it written by a kernel of its own.
             store.bind(0)

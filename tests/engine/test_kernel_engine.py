@@ -174,6 +174,7 @@ def tiny(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     """A model of this type with two layers that all kernels can serve."""
     config: dict[str, Any] = {
         **CONFIGS[request.param],
+        "hidden_size": 64,
         "head_dim": 16,
         "num_hidden_layers": 2,
         "num_key_value_heads": 1,

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import mlx.core as mx
 
-from pagedmlx.ops.launch import Kernel, Launch, Platform
-from tests.metal.cases import Variant
+from pagedmlx.ops.launch import Kernel, Launch, Launcher, Platform
 from tests.metal.check import check
 from tests.metal.execute import ExecutionError
 from tests.metal.launcher import FiberLauncher
 
 STRICT_CHECK = "strict check"
 WRONG_RESULT = "result"
+
+
+class Checkable(Protocol):
+    """Something that kernels compute."""
+
+    def deviation(self, launcher: Launcher) -> float:
+        """Largest error, as a share of the tolerance."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +97,7 @@ class MutatingLauncher:
         return changed
 
 
-def caught_by(mutation: Mutation, variant: Variant, max_deviation: float) -> list[str]:
+def caught_by(mutation: Mutation, variant: Checkable, max_deviation: float) -> list[str]:
     """The rungs that see a fault in a variant: the strict check, and a report or a wrong result.
 
     Raises:

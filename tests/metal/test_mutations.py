@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from tests.metal.cases import Variant
-from tests.metal.mutate import STRICT_CHECK, WRONG_RESULT, Mutation, caught_by, mutate
+from pagedmlx.kv.layout import AxisOrder
+from tests.metal.mutate import STRICT_CHECK, WRONG_RESULT, Checkable, Mutation, caught_by, mutate
+from tests.metal.ropes import RopeCase
 from tests.metal.test_kernels import MAX_DEVIATION, SMALL
 
 WHOLE = replace(SMALL, rows=2, window=20, softcap=20.0)
@@ -16,6 +17,21 @@ LONG = replace(SPLIT, window=None, chunks=18)
 MATRICES = replace(WHOLE, decode="matrices", factor=3, head_dims=(64, 96))
 # Without a window there are several tiles to each SIMD-group.
 SINGLE_ROWS = replace(MATRICES, rows=1, factor=5, window=None, head_dims=(128, 128))
+ROPE = RopeCase(
+    dtype="float16",
+    pool_dtype="float16",
+    head_dims=(64, 64),
+    block_size=16,
+    factor=3,
+    num_kv_heads=2,
+    order=AxisOrder.HEAD_MAJOR,
+    part="half",
+    traditional=False,
+    wavelengths="base",
+    scale=0.25,
+    layout="joined",
+    num_rows=9,
+)
 
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 BLOCK = "first_block), last_block)"
@@ -27,7 +43,7 @@ RACE = ("race", "uninitialised")
 
 
 # What is planted, the variant that runs it, and the rungs of which one must catch it.
-FAULTS: list[tuple[Mutation, Variant, tuple[str, ...]]] = [
+FAULTS: list[tuple[Mutation, Checkable, tuple[str, ...]]] = [
     (Mutation("write", "wrong index", "slot % BS", "(slot + 1) % BS"), WHOLE, WRONG),
     (Mutation("write", "beyond the pool", "= slots[row]", "= slots[row] + 100000"), WHOLE, OUTSIDE),
     (Mutation("write", "one slot for all", "= slots[row]", "= slots[0]"), WHOLE, RACE),
@@ -39,6 +55,34 @@ FAULTS: list[tuple[Mutation, Variant, tuple[str, ...]]] = [
     (
         Mutation("write", "swapped address space", "const_cast<device", "const_cast<threadgroup"),
         WHOLE,
+        STRICT,
+    ),
+    (
+        Mutation("rope_write", "wrong sign", "old_x * cosine - old_y", "old_x * cosine + old_y"),
+        ROPE,
+        WRONG,
+    ),
+    (
+        Mutation("rope_write", "missing check of the slot", "(is_key && slot < 0)", "false"),
+        ROPE,
+        OUTSIDE,
+    ),
+    (
+        Mutation("rope_write", "no bounds of the grid", "if (row >= queries_shape[0]) return;", ""),
+        ROPE,
+        OUTSIDE,
+    ),
+    (
+        Mutation("rope_write", "strides ignored", "row * keys_strides[0]", "row * long(H * DK)"),
+        ROPE,
+        WRONG,
+    ),
+    (Mutation("rope_write", "one position", "positions[row]", "positions[0]"), ROPE, WRONG),
+    (Mutation("rope_write", "too many dims", "pair < DIMS / 2;", "pair < DK / 2;"), ROPE, WRONG),
+    (Mutation("rope_write", "a head left out", "i < HEADS;", "i < HEADS - 1;"), ROPE, WRONG),
+    (
+        Mutation("rope_write", "swapped address space", "device KT* to =", "threadgroup KT* to ="),
+        ROPE,
         STRICT,
     ),
     (Mutation("decode", "wrong index", BLOCK, f"{BLOCK} ^ 1"), WHOLE, WRONG),
@@ -156,9 +200,11 @@ FAULTS: list[tuple[Mutation, Variant, tuple[str, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize("variant", [WHOLE, SPLIT, LONG, MATRICES])
+@pytest.mark.parametrize("variant", [WHOLE, SPLIT, LONG, MATRICES, ROPE])
 def test_without_a_fault_nothing_is_found(variant):
     nothing = Mutation("decode", "none", "const int group", "const int group")
+    if variant is ROPE:
+        nothing = Mutation("rope_write", "none", "const int pair", "const int pair")
     assert caught_by(nothing, variant, MAX_DEVIATION) == []
 
 

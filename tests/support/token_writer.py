@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from pagedmlx.kv.writer import FunctionalWriter, LayerPool
+from pagedmlx.kv.writer import FunctionalWriter, LayerPool, NewRows, Rope
 
 
 class TokenWriter:
@@ -41,3 +41,38 @@ class TokenWriter:
     ) -> mx.array | None:
         self._inner.copy_blocks(pools, src, dst, token)
         return token
+
+
+class RotatingTokenWriter:
+    """``TokenWriter`` that also rotates, by MLX's own operations.
+
+    Attributes:
+        num_rotated: Writes of rotated rows.
+    """
+
+    def __init__(self) -> None:
+        self._inner = TokenWriter()
+        self.first_token = self._inner.first_token
+        self.adopt = self._inner.adopt
+        self.write = self._inner.write
+        self.copy_blocks = self._inner.copy_blocks
+        self.num_rotated = 0
+
+    def write_rotated(
+        self, pool: LayerPool, rows: NewRows, rope: Rope, token: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        queries, keys = (
+            mx.fast.rope(
+                each,
+                rope.dims,
+                traditional=rope.traditional,
+                base=rope.base,
+                scale=rope.scale,
+                offset=rows.positions[: len(each)],
+                freqs=rope.freqs,
+            ).squeeze(2)
+            for each in (rows.queries, rows.keys)
+        )
+        self.write(pool, keys, rows.values.squeeze(2), rows.slots, token)
+        self.num_rotated += 1
+        return queries, token
