@@ -31,10 +31,33 @@ const long slot = slots[row];
 const int pair = int(index % PAIRS);
 const int first_head = int(index / PAIRS) % GROUPS * HEADS;
 
-// The two elements, and the rotation of both: none for those past DIMS.
+// Elements past DIMS are not rotated; two of them that lie side by side come together.
 const bool turns = pair < DIMS / 2;
 const int low = turns && !TRADITIONAL ? pair : 2 * pair;
 const int high = turns && !TRADITIONAL ? pair + DIMS / 2 : low + 1;
+
+// All loads come before the first store, so that none waits for another. The heads of the keys come
+// first, then those of the queries.
+T x[HEADS];
+T y[HEADS];
+T v[HEADS][2];
+UNROLL for (int i = 0; i < HEADS; ++i) {
+  const int head = first_head + i;
+  const bool is_key = head < H;
+  if (head < H * (1 + FACTOR) && 2 * pair < DK) {
+    const device T* from = is_key ? keys + row * keys_strides[0] + head * keys_strides[1]
+                                  : queries + row * queries_strides[0] +
+                                        (head - H) * queries_strides[1];
+    const long step = is_key ? keys_strides[3] : queries_strides[3];
+    x[i] = from[low * step];
+    y[i] = from[high * step];
+  }
+  if (is_key && 2 * pair < DV) {
+    const device T* from = values + row * values_strides[0] + head * values_strides[1];
+    v[i][0] = from[2 * pair * values_strides[3]];
+    v[i][1] = from[(2 * pair + 1) * values_strides[3]];
+  }
+}
 float cosine = 1.0f;
 float sine = 0.0f;
 if (turns) {
@@ -48,7 +71,6 @@ if (turns) {
   sine = sin(angle);
 }
 
-// The heads of the keys come first, then those of the queries.
 UNROLL for (int i = 0; i < HEADS; ++i) {
   const int head = first_head + i;
   const bool is_key = head < H;
@@ -56,33 +78,25 @@ UNROLL for (int i = 0; i < HEADS; ++i) {
   const long place = SLOT_MAJOR ? slot * H + head
                                 : ((slot / BS) * H + head) * BS + slot % BS;
   if (2 * pair < DK) {
-    const device T* from = is_key ? keys + row * keys_strides[0] + head * keys_strides[1]
-                                  : queries + row * queries_strides[0] +
-                                        (head - H) * queries_strides[1];
-    const long step = is_key ? keys_strides[3] : queries_strides[3];
-    T x = from[low * step];
-    T y = from[high * step];
     if (turns) {
-      const float old_x = float(x);
-      const float old_y = float(y);
-      x = T(old_x * cosine - old_y * sine);
-      y = T(old_x * sine + old_y * cosine);
+      const float old_x = float(x[i]);
+      const float old_y = float(y[i]);
+      x[i] = T(old_x * cosine - old_y * sine);
+      y[i] = T(old_x * sine + old_y * cosine);
     }
     if (is_key) {
       device KT* to = const_cast<device KT*>(k_pool) + place * DK;
-      to[low] = KT(float(x));
-      to[high] = KT(float(y));
+      to[low] = KT(float(x[i]));
+      to[high] = KT(float(y[i]));
     } else {
       device T* to = rotated + (row * (H * FACTOR) + head - H) * DK;
-      to[low] = x;
-      to[high] = y;
+      to[low] = x[i];
+      to[high] = y[i];
     }
   }
   if (is_key && 2 * pair < DV) {
-    const device T* from = values + row * values_strides[0] + head * values_strides[1];
-    device KT* to = const_cast<device KT*>(v_pool) + place * DV;
-    UNROLL for (int j = 0; j < 2; ++j) {
-      to[2 * pair + j] = KT(float(from[(2 * pair + j) * values_strides[3]]));
-    }
+    device KT* to = const_cast<device KT*>(v_pool) + place * DV + 2 * pair;
+    to[0] = KT(float(v[i][0]));
+    to[1] = KT(float(v[i][1]));
   }
 }

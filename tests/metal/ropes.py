@@ -111,11 +111,9 @@ class RopeCase:
         heads = (self.num_kv_heads * self.factor, self.num_kv_heads, self.num_kv_heads)
         positions = np.zeros(max(self.num_rows, 8), np.int32)
         positions[: self.num_rows] = self.positions
-        rows = NewRows(
-            *self._rows(tuple(zip(heads, (k_head_dim, k_head_dim, v_head_dim), strict=True))),
-            mx.array(positions),
-            mx.array(self.slots),
-        )
+        shapes = tuple(zip(heads, (k_head_dim, k_head_dim, v_head_dim), strict=True))
+        queries, keys, values = self._rows(shapes)
+        rows = NewRows(queries, keys, values, mx.array(positions), mx.array(self.slots))
         return KVStore(layout, (NUM_BLOCKS,), 1.0, InPlaceWriter(launcher)), rows
 
     def _rows(self, shapes: tuple[tuple[int, int], ...]) -> list[mx.array]:

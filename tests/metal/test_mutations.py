@@ -78,8 +78,17 @@ FAULTS: list[tuple[Mutation, Checkable, tuple[str, ...]]] = [
         WRONG,
     ),
     (Mutation("rope_write", "one position", "positions[row]", "positions[0]"), ROPE, WRONG),
-    (Mutation("rope_write", "too many dims", "pair < DIMS / 2;", "pair < DK / 2;"), ROPE, WRONG),
-    (Mutation("rope_write", "a head left out", "i < HEADS;", "i < HEADS - 1;"), ROPE, WRONG),
+    (Mutation("rope_write", "too many dims", "pair < DIMS / 2;", "pair < DK / 2;"), ROPE, RACE),
+    (
+        Mutation(
+            "rope_write",
+            "a head left out",
+            "continue;\nconst long place",
+            "continue;\nif (i == 3) continue;\nconst long place",
+        ),
+        ROPE,
+        WRONG,
+    ),
     (
         Mutation("rope_write", "swapped address space", "device KT* to =", "threadgroup KT* to ="),
         ROPE,
