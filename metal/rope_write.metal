@@ -8,14 +8,14 @@
 //          freqs      (DIMS / 2,) float32: wavelength of each pair over 2 pi; only where HAS_FREQS
 //          k_pool     (blocks, H, BS, DK) of KT, or (blocks, BS, H, DK) where SLOT_MAJOR; written
 //          v_pool     likewise with DV; written
-//          slots      (T or more,) int64, padded to 8 elements; distinct; negative: nothing of the
-//                     row is written
+//          slots      (T or more,) int64, padded to 8 elements; distinct; negative: K and V of the
+//                     row are not stored
 //          token      the newest token: everything that it depends on has happened
 // Outputs  rotated    (T, H * FACTOR, DK) of T
 //          written    (8,) int32, zeros: the next token
 // Grid     one thread for two elements that are rotated together, of HEADS heads:
 //          T * ceil(H * (1 + FACTOR) / HEADS) * max(DK, DV) / 2 threads, or 8
-// Threadgroup memory: none. Work of a thread: 4 * HEADS loads and stores, one sine and cosine.
+// Threadgroup memory: none. Work of a thread: at most 4 * HEADS loads and stores, one rotation.
 // Constants: T, KT (types); H, DK, DV, BS, SLOT_MAJOR; FACTOR; HEADS; DIMS: elements at the
 // beginning of a row that are rotated; TRADITIONAL: those that lie side by side together, else those
 // that lie DIMS / 2 apart; HAS_FREQS, or LOG_BASE: log2 of the base; SCALE: factor on positions.

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from pagedmlx.kv.layout import AxisOrder, KVLayout
 from pagedmlx.kv.writer import LayerPool, NewRows, Rope
 from pagedmlx.ops.launch import Launch, Launcher
-from pagedmlx.ops.rope_write import RopeWriteVariant
+from pagedmlx.ops.rope_write import RopeWriteVariant, heads_per_thread
 from pagedmlx.ops.variants import COPY_THREADS, CopyVariant, PoolShape, WriteVariant
 
 _NOWHERE = -1
@@ -72,7 +72,7 @@ class InPlaceWriter:
     ) -> tuple[mx.array, mx.array]:
         """See ``RotatingWriter.write_rotated``."""
         num_rows, num_heads, _, head_dim = rows.queries.shape
-        variant = self._rope_variant(pool, rows.queries, rope)
+        variant = self._rope_variant(pool, rows.queries, rope, heads_per_thread(num_rows))
         inputs = [rows.queries, rows.keys, rows.values, rows.positions]
         if rope.freqs is not None:
             inputs.append(rope.freqs)
@@ -145,15 +145,17 @@ class InPlaceWriter:
             self._variants[kind] = variant
         return variant
 
-    def _rope_variant(self, pool: LayerPool, queries: mx.array, rope: Rope) -> RopeWriteVariant:
+    def _rope_variant(
+        self, pool: LayerPool, queries: mx.array, rope: Rope, heads: int
+    ) -> RopeWriteVariant:
         k_shape, v_shape = pool.keys.shape[1:], pool.values.shape[1:]
         num_heads, dtype = queries.shape[1], queries.dtype
-        kind = (k_shape, v_shape, pool.keys.dtype, pool.order, num_heads, dtype, rope)
+        kind = (k_shape, v_shape, pool.keys.dtype, pool.order, num_heads, dtype, rope, heads)
         variant = self._rope_variants.get(kind)
         if variant is None:
             shape = pool_shape(pool)
             factor = num_heads // shape.num_kv_heads
-            variant = RopeWriteVariant(shape, dtype_name(dtype), factor, rope)
+            variant = RopeWriteVariant(shape, dtype_name(dtype), factor, rope, heads)
             self._rope_variants[kind] = variant
         return variant
 

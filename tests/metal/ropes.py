@@ -18,7 +18,6 @@ from pagedmlx.ops.launch import Launcher
 from tests.metal.cases import covering
 from tests.support.attention import TOLERANCES, to_numpy
 
-NUM_BLOCKS = 5
 POSITIONS = (0, 1, 100, 7, 33, 64, 2, 90, 11)
 LONG = 5000
 """A position whose angles float32 still knows well enough for types of 16 bits."""
@@ -69,10 +68,15 @@ class RopeCase:
     def slots(self) -> np.ndarray:
         """Scattered slots; one row goes nowhere where there are several."""
         rng = np.random.default_rng(self.num_rows)
-        slots = rng.permutation(NUM_BLOCKS * self.block_size)[: self.num_rows].astype(np.int64)
+        slots = rng.permutation(self.num_blocks * self.block_size)[: self.num_rows].astype(np.int64)
         if self.num_rows > 2:
             slots[1] = -1
         return slots
+
+    @property
+    def num_blocks(self) -> int:
+        """More than the rows fill."""
+        return -(-self.num_rows // self.block_size) + 2
 
     def deviation(self, launcher: Launcher) -> float:
         """Largest error against float64, in units of the type's tolerance; infinite for NaN.
@@ -82,7 +86,7 @@ class RopeCase:
         store, rows = self.make(launcher)
         rotated = store.write_rotated(0, rows, self.rope)
         assert rotated.dtype == rows.queries.dtype
-        slots = mx.arange(NUM_BLOCKS * self.block_size, dtype=mx.int64)[None]
+        slots = mx.arange(self.num_blocks * self.block_size, dtype=mx.int64)[None]
         found = [rotated, *(each[0].swapaxes(0, 1) for each in store.gather_slots(0, slots))]
         store.commit(*found)
         queries, keys, values = map(to_numpy, (rows.queries, rows.keys, rows.values))
@@ -114,7 +118,7 @@ class RopeCase:
         shapes = tuple(zip(heads, (k_head_dim, k_head_dim, v_head_dim), strict=True))
         queries, keys, values = self._rows(shapes)
         rows = NewRows(queries, keys, values, mx.array(positions), mx.array(self.slots))
-        return KVStore(layout, (NUM_BLOCKS,), 1.0, InPlaceWriter(launcher)), rows
+        return KVStore(layout, (self.num_blocks,), 1.0, InPlaceWriter(launcher)), rows
 
     def _rows(self, shapes: tuple[tuple[int, int], ...]) -> list[mx.array]:
         """Random rows: pieces of one product, arrays of their own, or such with other strides."""
@@ -153,7 +157,7 @@ class RopeCase:
 
     def in_pool(self, rows: np.ndarray) -> np.ndarray:
         """What all slots hold after these rows were written."""
-        pool = np.ones((NUM_BLOCKS * self.block_size, *rows.shape[1:]))
+        pool = np.ones((self.num_blocks * self.block_size, *rows.shape[1:]))
         written = self.slots >= 0
         pool[self.slots[written]] = rows[written]
         return pool
@@ -172,7 +176,7 @@ AXES: Mapping[str, Sequence[Any]] = {
     "wavelengths": ("base", "own", "endless"),
     "scale": (1.0, 0.25),
     "layout": ("joined", "apart", "transposed"),
-    "num_rows": (1, 3, 9),
+    "num_rows": (1, 3, 9, 70),
 }
 
 
