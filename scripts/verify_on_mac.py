@@ -76,7 +76,7 @@ def parts(model: str) -> list[Part]:
         Part("token", (*kernels, "token", *stdout), minutes=5),
         Part(
             "kernels",
-            (*kernels, "variants,prefill,cascade,copies,ragged,long", *stdout),
+            (*kernels, "variants,prefill,cascade,copies,rope,ragged,long", *stdout),
             minutes=20,
         ),
         Part("parity", (*engine, "parity", *stdout), on_gpu=False),
@@ -86,7 +86,7 @@ def parts(model: str) -> list[Part]:
         Part("doctor", ("-m", "pagedmlx", "doctor", "--kernels", "--json"), on_gpu=False),
         *checks,
         Part("speed of decode", (*bench, "ceiling,decode,factors,write_attend", *stdout)),
-        Part("speed of prefill", (*bench, "prefill,write", *stdout)),
+        Part("speed of prefill", (*bench, "prefill,write,rope", *stdout)),
         Part("speed of cascades", (*bench, "cascade", *stdout)),
         Part("speed of others", (*bench, "sdpa,batch_cache", *stdout)),
         Part("peak memory", ("scripts/bench_kernels.py", "--peak", *stdout)),

@@ -43,7 +43,6 @@ class DeferredRopes:
 
     def __init__(self, places: Sequence[_Place] = ()) -> None:
         self._places = places
-        self._stand_ins = [_StandIn(self, place) for place in places]
         self._offset: Any = None
         # By identity; the arrays are kept, so that no later one is taken for one of them.
         self._given: dict[int, tuple[mx.array, Rope]] = {}
@@ -59,8 +58,10 @@ class DeferredRopes:
             UnsupportedModelError: Something that was not rotated was taken by no cache.
         """
         self._offset = offset
+        # Made anew each time: kept, they and this would hold each other, and with them the model.
+        stand_ins = [_StandIn(self, place) for place in self._places]
         try:
-            with _replaced(self._places, self._stand_ins):
+            with _replaced(self._places, stand_ins):
                 yield
             if self._given:
                 raise not_rotated()

@@ -1,6 +1,7 @@
 """Attention of prefill chunks: their context is gathered, then MLX's own attention runs on it.
 
-Where a chunk is the whole context of its sequence, its K and V need no gathering.
+Where a chunk is the whole context of its sequence, its K and V need no gathering, unless only the
+kernel that wrote them has rotated them.
 """
 
 from __future__ import annotations
