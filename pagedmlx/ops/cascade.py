@@ -288,6 +288,13 @@ def plan_cascade(
     return Cascade(plan, bucket(num_items), shared, max_chunks, lows, merges)
 
 
+def idle_cascade(variant: PrefillVariant) -> Cascade:
+    """One with nothing to do, for one row that shares nothing."""
+    shared = replace(variant, sinks=False, shared=True)
+    nothing = np.zeros((1, 3), np.int32)
+    return Cascade(np.zeros(HEADER + ITEM, np.int32), 1, shared, 0, nothing[0, :1], nothing)
+
+
 def _num_groups(runs: Sequence[SharedRun], num_tiles: Sequence[int], chunk: int) -> int:
     """Work items if each chunk of a run has this many tokens."""
     return sum(n * -(-run.num_tokens // chunk) for run, n in zip(runs, num_tiles, strict=True))

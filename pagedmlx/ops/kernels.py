@@ -29,6 +29,9 @@ from pagedmlx.ops.variants import MAX_ROWS, DecodePath, DecodeVariant, GatherVar
 DEFAULT_WAVE = 528
 """Threadgroups of 4 SIMD-groups that an H200 runs at once: 132 multiprocessors with 4 each."""
 
+CHUNK_MULTIPLE = 512
+"""Fewer tokens leave a GPU idle that is so fast that plans matter."""
+
 
 class KernelBackend:
     """Attends through custom kernels; what they do is planned once a step.
@@ -106,7 +109,7 @@ class KernelBackend:
             else:
                 # A launch with all rows of the step, each in one threadgroup, can also write them.
                 alone = len(plan.parts) == 1 and plan.order is None
-                can_write = alone and part.work.variant.parts == 1 and part.work.writing is not None
+                can_write = alone and part.work.writing is not None
                 new = store.claim(layer, rows.dtype) if can_write else None
                 output = attend_decode(self.launcher, rows, layer, store, part.work, params, new)
                 parts.append(output)
@@ -117,6 +120,24 @@ class KernelBackend:
     def kinds(self) -> list[DecodeVariant]:
         """The kinds of layers that have been attended in and see all tokens."""
         return [*dict.fromkeys(b for (_, window, _), b in self._kinds.items() if window is None)]
+
+    def idle_works(self) -> list[tuple[DecodeVariant, Decode]]:
+        """A plan with nothing to do for all kernels that may come to attend few rows.
+
+        Returns:
+            With the kind of layers that each is for, of those that have been attended in.
+        """
+        bases = dict.fromkeys(self._kinds.values())
+        return [(base, work) for base in bases for work in self._planner.idle_works(base)]
+
+    def idle_cascades(self, kind: DecodeVariant) -> list[Decode]:
+        """The same for steps with a cascade, in such layers."""
+        return self._planner.idle_cascades(kind)
+
+    @property
+    def chunk_multiple(self) -> int:
+        """Where chunks of prompts should end, so that their shapes recur if that saves time."""
+        return CHUNK_MULTIPLE if any(map(self.can_plan_chunks, self.kinds)) else 1
 
     def can_plan_chunks(self, kind: DecodeVariant) -> bool:
         """Whether chunks in such layers may go by an attention that needs a plan for each shape."""

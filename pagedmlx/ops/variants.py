@@ -184,7 +184,11 @@ class DecodeVariant:
     @cached_property
     def parts(self) -> int:
         """Threadgroups that share the query vectors of a KV head."""
-        return -(-self.rows * self.factor // self.heads_per_group)
+        return self.parts_for(self.rows)
+
+    def parts_for(self, num_rows: int) -> int:
+        """Those of them that have something to do for a sequence of so many rows."""
+        return -(-num_rows * self.factor // self.heads_per_group)
 
     @cached_property
     def tile(self) -> int:
