@@ -152,6 +152,10 @@ class CascadePlanner:
         self._last[group, variant] = _Remembered(sequences, blocks, is_own, cascade)
         return cascade
 
+    def forget(self) -> None:
+        """Nothing runs any more."""
+        self._last.clear()
+
     def _least(self, variant: PrefillVariant) -> int | None:
         if not variant.is_supported:
             return None

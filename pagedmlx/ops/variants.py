@@ -106,15 +106,20 @@ class CopyVariant:
 
 @dataclass(frozen=True)
 class GatherVariant:
-    """``gather.metal`` for one pool."""
+    """``gather.metal`` for one pool and queries of one type."""
 
     pool: PoolShape
+    dtype: str
 
     @cached_property
     def kernel(self) -> Kernel:
         """The text with these constants."""
-        inputs = ("k_pool", "v_pool", "plan", "token")
-        return make_kernel("gather", self.pool.constants(), inputs, ("keys", "values"))
+        return make_kernel(
+            "gather",
+            {"T": TYPE_NAMES[self.dtype]} | self.pool.constants(),
+            ("k_scratch", "v_scratch", "queries", "k_pool", "v_pool", "plan", "token"),
+            ("passed",),
+        )
 
 
 class DecodePath(StrEnum):

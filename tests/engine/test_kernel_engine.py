@@ -216,7 +216,7 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize(
     ("tiny", "prefill"),
-    [("llama", "rows"), ("llama_window", "kernel"), ("gpt_oss", "auto")],
+    [("llama", "rows"), ("llama", "gather"), ("llama_window", "kernel"), ("gpt_oss", "auto")],
     indirect=["tiny"],
 )
 def test_tokens_are_mlx_lms_and_memory_is_weights_and_pool(
