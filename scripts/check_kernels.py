@@ -43,6 +43,7 @@ HEAD_DIMS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))
 CHUNKS = ((40, 1), (0, 9), (47, 16), (0, 17), (33, 31), (1, 32), (14, 33), (17, 64), (300, 200))
 BORDERS = (1, 15, 16, 17, 255, 256, 257, 1023, 1024, 1025, 4095, 4096, 4097, 16383, 17000)
 TOKEN_STEPS = 100
+CHUNK = 512
 
 
 def main() -> None:
@@ -321,24 +322,18 @@ def check_token() -> dict[str, Any]:
     """A chain of writes and reads is right with the token and, so that this says anything, wrong
     without it, for a reader that is a kernel of ours and for one that is an operation of MLX.
     """
-    found = (
-        {
-            f"{reader} {mode} {'with' if token else 'without'}": _count_up(reader, mode, token)
-            for reader in ("attention", "mlx gather")
-            for mode in ("lazy", "async", "sync")
-            for token in (True, False)
-        }
-        | {
-            f"attention that writes {mode} with": _count_up("attention that writes", mode, True)
-            for mode in ("lazy", "async", "sync")
-        }
-        | {
-            f"attention of rotated rows {mode} with": _count_up(
-                "attention of rotated rows", mode, True
-            )
-            for mode in ("lazy", "async", "sync")
-        }
-    )
+    modes = ("lazy", "async", "sync")
+    found = {
+        f"{reader} {mode} {'with' if token else 'without'}": _count_up(reader, mode, token)
+        for reader in ("attention", "mlx gather")
+        for mode in modes
+        for token in (True, False)
+    } | {
+        f"{reader} {mode} with": _count_up(reader, mode, True)
+        for reader in ("attention that writes", "attention of rotated rows")
+        for mode in modes
+    }
+    found |= {f"gathered chunk {mode} with": _count_chunks(mode) for mode in ("lazy", "async")}
     right = all(value == TOKEN_STEPS for name, value in found.items() if name.endswith(" with"))
     wrong = {name for name, value in found.items() if value != TOKEN_STEPS}
     seen = {name.rsplit(maxsplit=2)[0] for name in wrong} == {"attention", "mlx gather"}
@@ -424,6 +419,36 @@ def _count_up(reader: str, mode: str, token: bool) -> float:
             forgetful.kept.clear()
     store.commit(row, *forgetful.kept)
     return float(row.max().item())  # type: ignore[arg-type]
+
+
+def _count_chunks(mode: str) -> float:
+    """The same by chunks whose K and V are gathered to memory that two layers share."""
+    launcher = _launcher()
+    layout = KVLayout(
+        block_size=16,
+        dtype="bfloat16",
+        layers=(LayerShape(1, 64, 64),) * 2,
+        groups=(KVGroup(KVGroupKind.FULL, (0, 1)),),
+    )
+    store = KVStore(layout, (64,), 0.0, InPlaceWriter(launcher))
+    backend = KernelBackend(launcher, prefill="gather")
+    rng = np.random.default_rng(0)
+    host = make_batch([(CHUNK, CHUNK)], block_size=16, num_blocks=64, rng=rng)
+    batch = upload(host)
+    blocks = mx.array(host.groups[0].block_tables[0, : 2 * CHUNK // 16].astype(np.int64))
+    slots = (blocks[:, None] * 16 + mx.arange(16)).reshape(-1)
+    rows = mx.zeros((CHUNK, 1, 64), mx.bfloat16)
+    mx.eval(rows, slots)
+    for step in range(TOKEN_STEPS):
+        values = mx.concatenate([rows, rows]) + 1
+        store.write(step % 2, mx.zeros_like(values), values, slots)
+        # All tokens have one V, which attention gives but for rounding.
+        rows = backend.attend(rows, step % 2, 0, store, batch, AttentionParams(scale=1.0))
+        rows = mx.round(rows)
+        if mode == "async":
+            store.submit(rows)
+    store.commit(rows)
+    return float(rows.max().item())  # type: ignore[arg-type]
 
 
 def _launcher() -> MLXLauncher:

@@ -55,6 +55,7 @@ class Scheduler:
         kv: The blocks.
         config: Limits and switches.
         max_prompt_logits: Rows of logits for log probabilities of prompts in one step.
+        chunk_multiple: Chunks end at multiples of it where they can; a power of two.
 
     Attributes:
         waiting: In order.
@@ -63,10 +64,16 @@ class Scheduler:
     """
 
     def __init__(
-        self, kv: KVManager, config: EngineConfig, *, max_prompt_logits: int = 128
+        self,
+        kv: KVManager,
+        config: EngineConfig,
+        *,
+        max_prompt_logits: int = 128,
+        chunk_multiple: int = 1,
     ) -> None:
         self.kv = kv
         self._max_prompt_logits = max_prompt_logits
+        self._chunk_multiple = chunk_multiple
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self._config = config
@@ -183,7 +190,10 @@ class Scheduler:
             return None
         config = self._config
         plan = StepPlan(
-            config.max_num_batched_tokens, config.prefill_chunk_size, self._max_prompt_logits
+            config.max_num_batched_tokens,
+            config.prefill_chunk_size,
+            self._max_prompt_logits,
+            self._chunk_multiple,
         )
         decodes, prompts = self._split_running()
         for sequence in decodes:

@@ -13,6 +13,7 @@ class StepPlan:
         num_tokens: The step's token budget.
         chunk_size: Most tokens of one sequence.
         num_prompt_logits: Rows of logits for log probabilities of prompts.
+        chunk_multiple: Where a chunk that isn't a prompt's last should end; a power of two.
 
     Attributes:
         num_tokens_left: What is left of the budget.
@@ -21,12 +22,15 @@ class StepPlan:
         preempted: Ids of the sequences that lost their blocks in this step.
     """
 
-    def __init__(self, num_tokens: int, chunk_size: int, num_prompt_logits: int) -> None:
+    def __init__(
+        self, num_tokens: int, chunk_size: int, num_prompt_logits: int, chunk_multiple: int = 1
+    ) -> None:
         self.num_tokens_left = num_tokens
         self.num_prompt_tokens_left = num_tokens
         self.num_prompt_logits_left = num_prompt_logits
         self.preempted: list[int] = []
         self._chunk_size = chunk_size
+        self._chunk_multiple = chunk_multiple
         self._entries: dict[int, ScheduledSequence] = {}
         self._copies: dict[int, list[BlockCopy]] = {}
 
@@ -37,6 +41,8 @@ class StepPlan:
         if left <= 1:
             return min(left, self.num_tokens_left)
         num_tokens = min(left, self._chunk_size, self.num_tokens_left, self.num_prompt_tokens_left)
+        if num_tokens < left:
+            num_tokens = aligned(start, num_tokens, self._chunk_multiple)
         if sequence.request.pooling is not None:
             return num_tokens
         rows = sequence.prompt_rows(start, start + num_tokens)
@@ -128,3 +134,19 @@ class StepPlan:
                 origin[copy.group, copy.dst] = src
                 copies.append(BlockCopy(copy.group, src, copy.dst))
         return tuple(copies)
+
+
+def aligned(start: int, num_tokens: int, multiple: int) -> int:
+    """At least half of a chunk's tokens, so that it ends at a round position.
+
+    Args:
+        start: Where the chunk begins.
+        num_tokens: Its tokens.
+        multiple: What the position should be a multiple of; else of the next lower power of two.
+    """
+    while multiple > 1:
+        rounded = (start + num_tokens) // multiple * multiple - start
+        if 2 * rounded >= num_tokens:
+            return rounded
+        multiple //= 2
+    return num_tokens

@@ -26,26 +26,28 @@ from pagedmlx.engine.memory import (
 from pagedmlx.engine.runner import ModelRunner
 from pagedmlx.engine.tool_syntax import find_tool_syntax
 from pagedmlx.engine.warm_up import serve_made_up_requests
-from pagedmlx.errors import InvalidRequestError, ModelLoadError, UnsupportedModelError
+from pagedmlx.errors import (
+    InvalidRequestError,
+    KernelError,
+    ModelLoadError,
+    UnsupportedModelError,
+)
 from pagedmlx.kv.store import KVStore
 from pagedmlx.kv.writer import PoolWriter
 from pagedmlx.models.adapter import ModelAdapter
 from pagedmlx.models.fused import fuse_projections
 from pagedmlx.models.loader import LoadedModel
 from pagedmlx.models.parts import RowLayout
-from pagedmlx.models.probe import ProbeResult, probe_model, warm_up
+from pagedmlx.models.probe import ProbeResult, probe_model
 from pagedmlx.ops import attention_paths
 from pagedmlx.ops.kernels import KernelBackend
-from pagedmlx.ops.tuning import tune
+from pagedmlx.ops.tuning import compile_kernels, tune
 from pagedmlx.progress import ProgressCallback
 from pagedmlx.sampling.sampler import Sampler
 from pagedmlx.text.tokenizer import Tokenizer
 
 MAX_PROMPT_LOGITS = 1 << 24
 """Most logits that one step computes for log probabilities of prompts: rows x vocabulary."""
-
-WARM_UP_CONTEXTS = (512, 4096, 32768)
-"""Lengths at which attention takes different kernels: whole, in chunks, in many chunks."""
 
 
 def build_engine(
@@ -75,7 +77,7 @@ def build_engine(
         fuse_projections(loaded.model)
         on_progress("checking the model against mlx-lm", None)
         limit = memory_limit(config, loaded.parameter_bytes)
-        adapter, writer, attention = _adapt(loaded, config, undo)
+        adapter, writer, attention = _adapt(loaded, config, undo, on_progress)
         on_gpu = mx.default_device() == mx.Device(mx.gpu)
         plan = plan_pool(
             config,
@@ -92,14 +94,12 @@ def build_engine(
             vocab_size=adapter.vocab_size,
         )
         if on_gpu:
-            num_parts = 1 + len(WARM_UP_CONTEXTS)
-            for done, context_len in enumerate(WARM_UP_CONTEXTS):
-                on_progress("compiling kernels", done / num_parts)
-                warm_up(adapter, writer, context_len)
-            on_progress("compiling kernels", 1 - 1 / num_parts)
+            on_progress("serving made-up requests", None)
             serve_made_up_requests(adapter, writer, config, limits.max_model_len)
+        chunk_multiple = 1
         if isinstance(adapter.backend, KernelBackend):
             on_progress("measuring", None)
+            chunk_multiple = adapter.backend.chunk_multiple
             attention += tune(adapter.backend, max_chunk(config), limits.max_model_len)
         memory_limits = MemoryLimits(limit)
         undo.callback(memory_limits.undo)
@@ -126,6 +126,7 @@ def build_engine(
                 kv,
                 config,
                 max_prompt_logits=max(1, MAX_PROMPT_LOGITS // adapter.vocab_size),
+                chunk_multiple=chunk_multiple,
             ),
             ModelRunner(adapter, store, Sampler(), memory_limits.undo),
             tokenizer,
@@ -152,7 +153,7 @@ def build_engine(
 
 
 def _adapt(
-    loaded: LoadedModel, config: EngineConfig, undo: ExitStack
+    loaded: LoadedModel, config: EngineConfig, undo: ExitStack, on_progress: ProgressCallback
 ) -> tuple[ModelAdapter, PoolWriter, list[str]]:
     """Find the first attention path that gives the model's own logits.
 
@@ -183,9 +184,12 @@ def _adapt(
             tried = adapter.row_layout
             try:
                 probe = probe_model(adapter, path.writer)
-            except UnsupportedModelError as error:
+                if isinstance(path.backend, KernelBackend):
+                    for done in compile_kernels(path.backend):
+                        on_progress("compiling kernels", done)
+            except (UnsupportedModelError, KernelError) as error:
                 adapter.close()
-                problem = error
+                problem = UnsupportedModelError(str(error), hint=error.hint)
                 notes.append(f"attention: not by {path.backend.name}, slower instead: {error}")
                 continue
             notes.append(_attention_note(adapter, probe))

@@ -103,6 +103,7 @@ class ModelRunner:
         """No sequence is left: forget what was kept for any."""
         self._chooser.clear()
         self._store.states.clear()
+        self._adapter.rest()
 
     @property
     def pool_bytes(self) -> int:

@@ -257,6 +257,10 @@ class ModelAdapter:
             self._compiled[1].drop()
         self._compiled = None
 
+    def rest(self) -> None:
+        """Nothing runs: keep nothing of the last step."""
+        self.backend.rest()
+
     def close(self) -> None:
         """Release the attention hook; the model is mlx-lm's again. Idempotent."""
         self.drop_graphs()

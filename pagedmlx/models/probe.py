@@ -225,29 +225,6 @@ def _difference(logits: mx.array, expected: mx.array) -> float:
     return float(share)
 
 
-def warm_up(adapter: ModelAdapter, writer: PoolWriter, context_len: int) -> None:
-    """Decode one token after a context of that length, so that what it needs is compiled.
-
-    The context is one block many times over, which costs no memory.
-
-    Args:
-        adapter: Of the model to be served.
-        writer: How the pool will be written.
-        context_len: Tokens, the decoded one included.
-    """
-    layout = adapter.layout
-    store = KVStore(layout, (2,) * len(layout.groups), writer=writer)
-    table = np.zeros(-(-context_len // layout.block_size), dtype=np.int32)
-    table[-1] = 1
-    probe = _Probe(0, table)
-    # A recurrent state must come from somewhere; that the tokens between are missing is no matter.
-    token = np.zeros(1, np.int32)
-    logits = [_step(adapter, store, [(probe, token)])]
-    probe.start = context_len - 1
-    logits.append(_step(adapter, store, [(probe, token)]))
-    mx.eval(logits)
-
-
 def run_dummy_chunk(adapter: ModelAdapter, num_rows: int, writer: PoolWriter | None = None) -> None:
     """Compute one chunk of a prompt in a pool just large enough, to see what it costs.
 

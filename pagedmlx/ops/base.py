@@ -117,3 +117,7 @@ class AttentionBackend(Protocol):
             (T, num_heads, v_head_dim), in the type of ``queries``.
         """
         ...
+
+    def rest(self) -> None:
+        """Nothing runs: forget the last step, and give back the memory that it took."""
+        ...

@@ -152,6 +152,10 @@ class CascadePlanner:
         self._last[group, variant] = _Remembered(sequences, blocks, is_own, cascade)
         return cascade
 
+    def forget(self) -> None:
+        """Nothing runs any more."""
+        self._last.clear()
+
     def _least(self, variant: PrefillVariant) -> int | None:
         if not variant.is_supported:
             return None
@@ -286,6 +290,13 @@ def plan_cascade(
     shared = replace(variant, sinks=False, shared=True)
     max_chunks = int(merges[:, 1].max())
     return Cascade(plan, bucket(num_items), shared, max_chunks, lows, merges)
+
+
+def idle_cascade(variant: PrefillVariant) -> Cascade:
+    """One with nothing to do, for one row that shares nothing."""
+    shared = replace(variant, sinks=False, shared=True)
+    nothing = np.zeros((1, 3), np.int32)
+    return Cascade(np.zeros(HEADER + ITEM, np.int32), 1, shared, 0, nothing[0, :1], nothing)
 
 
 def _num_groups(runs: Sequence[SharedRun], num_tiles: Sequence[int], chunk: int) -> int:

@@ -17,9 +17,10 @@ from pagedmlx.ops.base import AttentionParams, GroupBatch
 from pagedmlx.ops.gather import attend_gathered, own_rows
 from pagedmlx.ops.launch import Launch, Launcher
 from pagedmlx.ops.reference import visible
+from pagedmlx.ops.scratch import ALIGNMENT, Scratch
 from pagedmlx.ops.variants import GatherVariant
+from pagedmlx.ops.worklist import HEADER
 
-_HEADER = 8
 _THREADS = 256
 
 
@@ -29,6 +30,7 @@ class Chunk:
 
     Attributes:
         plan: What to gather, as ``gather.metal`` reads it.
+        start: Where in the step's scratch memory, in tokens.
         num_rows: L, its rows.
         num_tokens: N, the tokens that any of its rows sees.
         seen: (L, N) booleans.
@@ -38,6 +40,7 @@ class Chunk:
     """
 
     plan: mx.array
+    start: int
     num_rows: int
     num_tokens: int
     seen: mx.array
@@ -47,7 +50,12 @@ class Chunk:
 
 
 def plan_chunk(
-    host: BatchArrays, index: int, group: int, window: int | None, variant: GatherVariant
+    host: BatchArrays,
+    index: int,
+    group: int,
+    window: int | None,
+    variant: GatherVariant,
+    start: int,
 ) -> Chunk:
     """What the rows of one sequence of a step read.
 
@@ -57,20 +65,22 @@ def plan_chunk(
         group: The KV group.
         window: Tokens that a query sees; None is all.
         variant: The kernel that gathers.
+        start: As in ``Chunk``, a multiple of ``ALIGNMENT``.
     """
     end = int(host.context_lens[index])
     rows = slice(*(int(row) for row in host.query_start_loc[index : index + 2]))
     first = end - (rows.stop - rows.start)
     low = 0 if window is None else max(first - window + 1, 0)
-    table = host.groups[group].block_tables[index, : -(-end // variant.pool.block_size)]
-    plan = np.zeros(_HEADER + 2 + len(table), dtype=np.int32)
-    plan[:4] = 1, end - low, len(table), _HEADER + 2
-    plan[_HEADER : _HEADER + 2] = low, end - low
-    plan[_HEADER + 2 :] = np.where(table == NO_BLOCK, 0, table)
+    pool = variant.pool
+    table = host.groups[group].block_tables[index, : -(-end // pool.block_size)]
+    plan = np.zeros(HEADER + len(table), dtype=np.int32)
+    at = start * pool.num_kv_heads // ALIGNMENT
+    plan[:4] = low, end - low, at * pool.k_head_dim, at * pool.v_head_dim
+    plan[HEADER:] = np.where(table == NO_BLOCK, 0, table)
     seen = visible(mx.arange(first, end), mx.arange(low, end), window)
     mask = "causal" if window is None or end <= window else seen
     own = rows if first == 0 else None
-    return Chunk(mx.array(plan), end - first, end - low, seen, mask, variant, own)
+    return Chunk(mx.array(plan), start, end - first, end - low, seen, mask, variant, own)
 
 
 def attend_chunk(
@@ -79,6 +89,7 @@ def attend_chunk(
     layer: int,
     group: GroupBatch,
     store: KVStore,
+    scratch: Scratch,
     chunk: Chunk,
     params: AttentionParams,
 ) -> mx.array:
@@ -90,6 +101,7 @@ def attend_chunk(
         layer: The layer whose K and V are read.
         group: The layer's KV group in this step.
         store: Owner of the pool.
+        scratch: Has room for what the step's chunks gather.
         chunk: From ``plan_chunk``.
         params: The layer's settings.
 
@@ -101,18 +113,20 @@ def attend_chunk(
         return attend_gathered(queries, *own, chunk.mask, chunk.seen, params)
     pool, token = store.bind(layer)
     shape = chunk.variant.pool
-    rows = shape.num_kv_heads * chunk.num_tokens
-    keys, values = launcher(
+    num_copied = shape.num_kv_heads * chunk.num_tokens * shape.row_vectors
+    (passed,) = launcher(
         Launch(
             chunk.variant.kernel,
-            [*pool.bound, chunk.plan, token],
-            rows * shape.row_vectors,
+            [*scratch.bound(chunk.variant), queries, *pool.bound, chunk.plan, token],
+            max(num_copied, queries.size // 4),
             _THREADS,
-            [
-                (1, shape.num_kv_heads, chunk.num_tokens, shape.k_head_dim),
-                (1, shape.num_kv_heads, chunk.num_tokens, shape.v_head_dim),
-            ],
-            [pool.keys.dtype, pool.keys.dtype],
+            [queries.shape],
+            [queries.dtype],
         )
     )
-    return attend_gathered(queries, keys, values, chunk.mask, chunk.seen, params)
+    keys, values = scratch.part(chunk.variant, chunk.start, chunk.num_tokens)
+    if params.softcap is not None:
+        # Here they are read apart from the queries, and so must come of them to be read later.
+        nothing = 0 * passed[:1, :1, :1]
+        keys, values = keys + nothing, values + nothing
+    return attend_gathered(passed, keys, values, chunk.mask, chunk.seen, params)

@@ -18,12 +18,19 @@ from pagedmlx.ops.cascade import (
     CascadePlanner,
     SharedRun,
     attend_shared,
+    idle_cascade,
     plan_cascade,
 )
 from pagedmlx.ops.launch import SIMD_WIDTH, Launch, Launcher, Platform
 from pagedmlx.ops.prefill import PrefillVariant, prefill_variant
 from pagedmlx.ops.variants import MAX_ROWS, DecodePath, DecodeVariant, MergeVariant, decode_by
-from pagedmlx.ops.worklist import WorkList, choose_chunk, fixed_chunks, make_work_list
+from pagedmlx.ops.worklist import (
+    WorkList,
+    choose_chunk,
+    fixed_chunks,
+    idle_work_list,
+    make_work_list,
+)
 
 # From this many chunks of a sequence on, one SIMD-group merges too slowly.
 _MANY_CHUNKS = 16
@@ -34,7 +41,8 @@ _MERGE_SIMDGROUPS = 8
 class Decode:
     """Sequences with few rows: the plan, at last on the device, and the kernels that follow it.
 
-    ``writing`` is ``variant`` that also writes the rows' K and V; None where rows see each other.
+    ``writing`` is ``variant`` that also writes the rows' K and V; None where rows see each other or
+    several threadgroups share them.
     """
 
     plan: mx.array | Int32Array
@@ -119,9 +127,8 @@ class DecodePlanner:
         counts = np.diff(host.query_start_loc)[sequences]
         ends = host.context_lens[sequences]
         tables = host.groups[group].block_tables[sequences]
-        rows = 1
-        while rows < counts.max():
-            rows *= 2
+        # Of more kernels, each for its own number of rows, many would be compiled in mid-serving.
+        rows = 1 if counts.max() == 1 else MAX_ROWS
         fixed = self._deterministic
         cascade = None
         lows = np.zeros_like(ends)
@@ -132,11 +139,8 @@ class DecodePlanner:
             prefill = self.prefill_variant(base)
             cascade = self.cascades.try_plan(group, who, tables, ends, prefill)
             lows = lows if cascade is None else cascade.lows
-        if fixed and rows > 1:
-            rows = MAX_ROWS
-        whole = decode_by(self._path, replace(base, rows=rows), self._platform)
-        whole = self.interned(whole)
-        groups_per_item = whole.pool.num_kv_heads * whole.parts
+        whole = self._whole(base, rows)
+        groups_per_item = whole.pool.num_kv_heads * whole.parts_for(int(counts.max()))
         if fixed:
             chunks = fixed_chunks(lows, ends)
         else:
@@ -144,8 +148,8 @@ class DecodePlanner:
         work = make_work_list(counts, lows, ends, tables, chunks, window)
         # What isn't cut takes another path to the same sum, so neighbours would change its bits.
         if work.max_chunks == 1 and not fixed and cascade is None:
-            if 2 * work.num_items * groups_per_item <= self._wave and whole.can_be_wider:
-                whole = self.interned(replace(whole, num_simdgroups=2 * whole.num_simdgroups))
+            if 2 * work.num_items * groups_per_item <= self._wave and _may_be_wider(whole):
+                whole = self._wider(whole)
             return self._steps(work, whole, None, None)
         return self._split(work, whole, cascade)
 
@@ -172,12 +176,43 @@ class DecodePlanner:
         run = SharedRun(rows, (end - num_rows) // block_size * block_size)
         tables = np.broadcast_to(table, (num_rows, table.shape[1]))
         cascade = plan_cascade([run], tables, self.prefill_variant(base), self._wave)
-        whole = self.interned(decode_by(self._path, base, self._platform))
+        whole = self._whole(base, 1)
         groups_per_item = whole.pool.num_kv_heads * whole.parts
         chunk = choose_chunk(cascade.lows, ends, groups_per_item, self._wave)
         ones = np.ones(num_rows, np.int32)
         work = make_work_list(ones, cascade.lows, ends, table, chunk, None, np.zeros_like(rows))
         return replace(self._split(work, whole, cascade), writing=None)
+
+    def idle_works(self, base: DecodeVariant) -> list[Decode]:
+        """A plan with nothing to do for all kernels that ``plan`` may choose, beside cascades'.
+
+        Args:
+            base: What is fixed for some layers.
+        """
+        works = []
+        for rows in (1, MAX_ROWS):
+            whole = self._whole(base, rows)
+            if not self._deterministic:
+                works.append(self._steps(idle_work_list(1), whole, None, None))
+                if _may_be_wider(whole):
+                    works.append(self._steps(idle_work_list(1), self._wider(whole), None, None))
+                works.append(self._split(idle_work_list(2), whole, None))
+            works.append(self._split(idle_work_list(_MANY_CHUNKS + 1), whole, None))
+        return works
+
+    def idle_cascades(self, base: DecodeVariant) -> list[Decode]:
+        """The same for all kernels of steps with a cascade."""
+        cascade = idle_cascade(self.prefill_variant(base))
+        whole = self._whole(base, 1)
+        counts = (1, _MANY_CHUNKS + 1)
+        return [self._split(idle_work_list(count), whole, cascade) for count in counts]
+
+    def _whole(self, base: DecodeVariant, rows: int) -> DecodeVariant:
+        """The kernel for sequences of up to so many rows."""
+        return self.interned(decode_by(self._path, replace(base, rows=rows), self._platform))
+
+    def _wider(self, whole: DecodeVariant) -> DecodeVariant:
+        return self.interned(replace(whole, num_simdgroups=2 * whole.num_simdgroups))
 
     def _split(self, work: WorkList, whole: DecodeVariant, cascade: Cascade | None) -> Decode:
         """Kernels for sequences whose results are merged."""
@@ -207,8 +242,13 @@ class DecodePlanner:
         merge: MergeVariant | None,
         cascade: Cascade | None,
     ) -> Decode:
-        writing = self.interned(replace(variant, writes=True))
+        can_write = variant.rows == 1 and variant.parts == 1
+        writing = self.interned(replace(variant, writes=True)) if can_write else None
         return Decode(work.plan, work.num_items, work.num_rows, variant, writing, merge, cascade)
+
+
+def _may_be_wider(whole: DecodeVariant) -> bool:
+    return whole.rows == 1 and whole.can_be_wider
 
 
 def attend_decode(

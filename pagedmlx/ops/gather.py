@@ -55,6 +55,10 @@ class GatherBackend:
         output = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
         return output if plan.inverse is None else output[plan.inverse]
 
+    def rest(self) -> None:
+        """See ``AttentionBackend.rest``."""
+        self._batch, self._plans = None, {}
+
     def _plan(self, batch: PagedBatch, group: int, window: int | None, block_size: int) -> _Plan:
         if self._batch is not batch:
             self._batch, self._plans = batch, {}

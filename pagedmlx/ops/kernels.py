@@ -7,12 +7,11 @@ that isn't faster, through ``chunks``.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
-import numpy.typing as npt
 
 from pagedmlx.core.batch import BatchArrays, Int32Array
 from pagedmlx.kv.store import KVStore
@@ -24,10 +23,14 @@ from pagedmlx.ops.in_place import dtype_name, layer_shape
 from pagedmlx.ops.launch import Launcher
 from pagedmlx.ops.prefill import Prefill, PrefillVariant, attend_prefill, plan_prefill
 from pagedmlx.ops.prefill_path import PrefillChooser, PrefillPath
+from pagedmlx.ops.scratch import ALIGNMENT, Scratch
 from pagedmlx.ops.variants import MAX_ROWS, DecodePath, DecodeVariant, GatherVariant, PoolShape
 
 DEFAULT_WAVE = 528
 """Threadgroups of 4 SIMD-groups that an H200 runs at once: 132 multiprocessors with 4 each."""
+
+CHUNK_MULTIPLE = 512
+"""Fewer tokens leave a GPU idle that is so fast that plans matter."""
 
 
 class KernelBackend:
@@ -75,9 +78,10 @@ class KernelBackend:
             CascadePath(cascade),
             columns,
         )
-        self._gathers: dict[PoolShape, GatherVariant] = {}
+        self._gathers: dict[tuple[PoolShape, str], GatherVariant] = {}
+        self._scratch = Scratch(launcher)
         self._batch: PagedBatch | None = None
-        self._plans: dict[tuple[int, int | None, int], _Plan] = {}
+        self._plans: dict[tuple[int, int | None, int], tuple[_Part, ...]] = {}
         self._kinds: dict[tuple[int, int | None, int], DecodeVariant] = {}
         self._layers: dict[int, tuple[object, DecodeVariant]] = {}
 
@@ -92,31 +96,54 @@ class KernelBackend:
     ) -> mx.array:
         """See ``AttentionBackend.attend``."""
         plan = self._plan(queries, layer, group, store, batch, params)
-        if plan.order is not None:
-            queries = queries[plan.order]
         parts = []
-        for part in plan.parts:
-            rows = queries if len(plan.parts) == 1 else queries[part.rows]
+        for part in plan:
+            rows = queries if len(plan) == 1 else queries[part.rows]
             if isinstance(part.work, Chunk):
-                here = batch.groups[group]
-                output = attend_chunk(self.launcher, rows, layer, here, store, part.work, params)
-                parts.append(output)
+                here, scratch = batch.groups[group], self._scratch
+                parts.append(
+                    attend_chunk(
+                        self.launcher, rows, layer, here, store, scratch, part.work, params
+                    )
+                )
             elif isinstance(part.work, Prefill):
                 parts.append(attend_prefill(self.launcher, rows, layer, store, part.work, params))
             else:
-                # A launch with all rows of the step, each in one threadgroup, can also write them.
-                alone = len(plan.parts) == 1 and plan.order is None
-                can_write = alone and part.work.variant.parts == 1 and part.work.writing is not None
+                # A launch with all rows of the step can also write them.
+                can_write = len(plan) == 1 and part.work.writing is not None
                 new = store.claim(layer, rows.dtype) if can_write else None
                 output = attend_decode(self.launcher, rows, layer, store, part.work, params, new)
                 parts.append(output)
-        output = parts[0] if len(parts) == 1 else mx.concatenate(parts)
-        return output if plan.inverse is None else output[plan.inverse]
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts)
+
+    def rest(self) -> None:
+        """See ``AttentionBackend.rest``."""
+        self._batch, self._plans = None, {}
+        self._planner.cascades.forget()
+        self._scratch.drop()
 
     @property
     def kinds(self) -> list[DecodeVariant]:
         """The kinds of layers that have been attended in and see all tokens."""
         return [*dict.fromkeys(b for (_, window, _), b in self._kinds.items() if window is None)]
+
+    def idle_works(self) -> list[tuple[DecodeVariant, Decode]]:
+        """A plan with nothing to do for all kernels that may come to attend few rows.
+
+        Returns:
+            With the kind of layers that each is for, of those that have been attended in.
+        """
+        bases = dict.fromkeys(self._kinds.values())
+        return [(base, work) for base in bases for work in self._planner.idle_works(base)]
+
+    def idle_cascades(self, kind: DecodeVariant) -> list[Decode]:
+        """The same for steps with a cascade, in such layers."""
+        return self._planner.idle_cascades(kind)
+
+    @property
+    def chunk_multiple(self) -> int:
+        """Where chunks of prompts should end, so that their shapes recur if that saves time."""
+        return CHUNK_MULTIPLE if any(map(self.can_plan_chunks, self.kinds)) else 1
 
     def can_plan_chunks(self, kind: DecodeVariant) -> bool:
         """Whether chunks in such layers may go by an attention that needs a plan for each shape."""
@@ -159,7 +186,7 @@ class KernelBackend:
         self._batch = batch
         taken = iter(arrays)
         self._plans = {
-            key: _Plan((_Part(slice(0, work.num_rows), work.with_plans(taken)),), None, None)
+            key: (_Part(slice(0, work.num_rows), work.with_plans(taken)),)
             for key, work in zip(plans.keys, plans.works, strict=True)
         }
 
@@ -171,7 +198,7 @@ class KernelBackend:
         store: KVStore,
         batch: PagedBatch,
         params: AttentionParams,
-    ) -> _Plan:
+    ) -> tuple[_Part, ...]:
         if self._batch is not batch:
             self._batch, self._plans = batch, {}
         base = self._layer_variant(queries, layer, store, params)
@@ -207,56 +234,54 @@ class KernelBackend:
 
     def _make_plan(
         self, host: BatchArrays, group: int, window: int | None, base: DecodeVariant
-    ) -> _Plan:
-        counts = np.diff(host.query_start_loc)
-        single = np.flatnonzero(counts == 1)
-        few = np.flatnonzero((counts > 1) & (counts <= MAX_ROWS))
-        many = np.flatnonzero(counts > MAX_ROWS)
+    ) -> tuple[_Part, ...]:
+        """Cut a step's sequences, in their order, into runs that are attended in the same way."""
+        gather = self._gathers.setdefault(
+            (base.pool, base.dtype), GatherVariant(base.pool, base.dtype)
+        )
+        num_gathered = 0
         parts: list[_Part] = []
+        ways = self._ways(host, window, self._planner.prefill_variant(base))
+        for way, run in itertools.groupby(range(len(ways)), ways.__getitem__):
+            sequences = np.array(list(run))
+            works: Iterable[Decode | Prefill | Chunk]
+            match way:
+                case PrefillPath.ROWS:
+                    works = [self._planner.plan_rows(host, s, group, base) for s in sequences]
+                case PrefillPath.KERNEL:
+                    prefill = self._planner.prefill_variant(base)
+                    works = plan_prefill(host, sequences, group, window, prefill)
+                case PrefillPath.GATHER:
+                    works = []
+                    for sequence in sequences.tolist():
+                        chunk = plan_chunk(host, sequence, group, window, gather, num_gathered)
+                        num_gathered += -(-chunk.num_tokens // ALIGNMENT) * ALIGNMENT
+                        works.append(chunk)
+                case _:
+                    works = [self._planner.plan(host, sequences, group, window, base)]
+            for work in works:
+                row = parts[-1].rows.stop if parts else 0
+                if isinstance(work, Decode):
+                    work = work.with_plans(map(mx.array, work.plans))
+                parts.append(_Part(slice(row, row + work.num_rows), work))
+        if num_gathered:
+            self._scratch.reserve(gather, num_gathered)
+        return tuple(parts)
 
-        def add(work: Decode | Prefill | Chunk) -> None:
-            row = parts[-1].rows.stop if parts else 0
-            parts.append(_Part(slice(row, row + work.num_rows), work))
-
-        for sequences in (single, few):
-            if len(sequences):
-                work = self._planner.plan(host, sequences, group, window, base)
-                add(work.with_plans(map(mx.array, work.plans)))
-        variant = self._planner.prefill_variant(base)
-        by_path = self._by_path(host, many, window, variant)
-        for sequence in by_path[PrefillPath.ROWS]:
-            work = self._planner.plan_rows(host, sequence, group, base)
-            add(work.with_plans(map(mx.array, work.plans)))
-        if by_path[PrefillPath.KERNEL]:
-            for launch in plan_prefill(host, by_path[PrefillPath.KERNEL], group, window, variant):
-                add(launch)
-        gather = self._gathers.setdefault(base.pool, GatherVariant(base.pool))
-        for sequence in by_path[PrefillPath.GATHER]:
-            add(plan_chunk(host, sequence, group, window, gather))
-        sequences = np.array([*single, *few, *itertools.chain(*by_path.values())], np.intp)
-        flat = np.concatenate([np.arange(*host.query_start_loc[s : s + 2]) for s in sequences])
-        if np.array_equal(flat, np.arange(len(flat))):
-            return _Plan(tuple(parts), None, None)
-        return _Plan(tuple(parts), mx.array(flat), mx.array(np.argsort(flat)))
-
-    def _by_path(
-        self,
-        host: BatchArrays,
-        sequences: npt.NDArray[np.intp],
-        window: int | None,
-        variant: PrefillVariant,
-    ) -> dict[PrefillPath, list[int]]:
-        """Sequences with many rows by who attends them, in the order of the parts."""
-        paths = (PrefillPath.ROWS, PrefillPath.KERNEL, PrefillPath.GATHER)
-        by_path: dict[PrefillPath, list[int]] = {path: [] for path in paths}
+    def _ways(
+        self, host: BatchArrays, window: int | None, variant: PrefillVariant
+    ) -> list[PrefillPath | int]:
+        """How each sequence is attended; those with few rows by numbers, alike where together."""
         counts = np.diff(host.query_start_loc)
-        for sequence in sequences.tolist():
-            num_rows, end = int(counts[sequence]), int(host.context_lens[sequence])
+        ways: list[PrefillPath | int] = []
+        for num_rows, end in zip(counts.tolist(), host.context_lens.tolist(), strict=True):
+            if num_rows <= MAX_ROWS:
+                ways.append(1 if num_rows == 1 else MAX_ROWS)
+                continue
             is_masked = window is not None and end > window
             num_tokens = min(end, num_rows + window - 1) if window is not None else end
-            path = self._chooser.choose(variant, num_rows, num_tokens, is_masked)
-            by_path[path].append(sequence)
-        return by_path
+            ways.append(self._chooser.choose(variant, num_rows, num_tokens, is_masked))
+        return ways
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,19 +309,10 @@ class DecodePlans:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Rows of the plan's order, and how they are attended."""
+    """Rows that follow each other, and how they are attended."""
 
     rows: slice
     work: Decode | Prefill | Chunk
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """A step's rows by part; ``order`` sorts them where they don't come so."""
-
-    parts: tuple[_Part, ...]
-    order: mx.array | None
-    inverse: mx.array | None
 
 
 def unsupported(pool: PoolShape, factor: int) -> str | None:

@@ -41,6 +41,9 @@ class ReferenceBackend:
             outputs.append(output[0].swapaxes(0, 1))
         return mx.concatenate(outputs)
 
+    def rest(self) -> None:
+        """See ``AttentionBackend.rest``; nothing is kept."""
+
 
 def visible(query_positions: mx.array, key_positions: mx.array, window: int | None) -> mx.array:
     """Which keys each query sees: those at or before it, and within the window if there is one.

@@ -1,4 +1,4 @@
-"""Readies a backend for a model: compiles the ways to attend prompts, and measures a choice.
+"""Readies a backend for a model: compiles what it may choose, and measures what it should.
 
 What it costs to attend shared tokens once, a launch more and longer merges, and what it saves,
 reading the same blocks for each sequence, depend on the GPU, on the host and on the model. So both
@@ -8,24 +8,20 @@ ways are timed, once, when a model is loaded.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import mlx.core as mx
 import numpy as np
-import numpy.typing as npt
 
-from pagedmlx.core.batch import BatchArrays, GroupArrays
-from pagedmlx.core.groups import KVGroup, KVGroupKind
 from pagedmlx.errors import KernelError, first_line
-from pagedmlx.kv.layout import AxisOrder, KVLayout, LayerShape
-from pagedmlx.kv.store import KVStore
-from pagedmlx.ops.base import AttentionParams, PagedBatch, upload
+from pagedmlx.ops.base import upload
 from pagedmlx.ops.cascade import CascadePath
-from pagedmlx.ops.in_place import InPlaceWriter
+from pagedmlx.ops.decode import Decode
 from pagedmlx.ops.kernels import KernelBackend
 from pagedmlx.ops.launch import Launcher, Platform
 from pagedmlx.ops.prefill import prefill_variant
 from pagedmlx.ops.prefill_path import PrefillPath
+from pagedmlx.ops.trial import TrialLayer, lay_out
 from pagedmlx.ops.variants import MAX_ROWS, DecodeVariant
 
 SHAPES = ((16, 8192), (16, 4096), (16, 2048), (8, 2048), (8, 1024), (4, 1024))
@@ -48,6 +44,24 @@ PLANNED_TOKENS = 16_384
 """Up to here chunks of whole prompts find a plan; each takes about 0.1 s on an H200."""
 
 
+def compile_kernels(backend: KernelBackend) -> Iterator[float]:
+    """Compile every kernel that decoding may take; on CUDA each takes seconds the first time.
+
+    Args:
+        backend: Has attended already, so that it knows the model's layers.
+
+    Yields:
+        The share that is done.
+
+    Raises:
+        KernelError: One of them can't be compiled.
+    """
+    works = backend.idle_works()
+    for done, (base, work) in enumerate(works, 1):
+        _run_idle(backend, base, work)
+        yield done / len(works)
+
+
 def tune(backend: KernelBackend, chunk: int, max_len: int) -> list[str]:
     """Have a backend attend shared tokens once where that is faster on this device, and right.
 
@@ -64,6 +78,8 @@ def tune(backend: KernelBackend, chunk: int, max_len: int) -> list[str]:
         if not prefill_variant(base).is_supported:
             continue
         try:
+            for work in backend.idle_cascades(base):
+                _run_idle(backend, base, work)
             _compare_prefills(backend, base)
             _plan_chunks(backend, base, chunk, min(max_len, PLANNED_TOKENS))
             threshold = measure_threshold(backend.launcher, backend.wave, base)
@@ -105,6 +121,13 @@ def measure_threshold(
     return threshold
 
 
+def _run_idle(backend: KernelBackend, base: DecodeVariant, work: Decode) -> None:
+    """Launch the kernels of a plan with nothing to do, which compiles them."""
+    num_rows = MAX_ROWS
+    num_blocks = -(-num_rows // base.pool.block_size)
+    TrialLayer(backend.launcher, base, num_blocks, num_rows).run(work)
+
+
 def _compare_prefills(backend: KernelBackend, base: DecodeVariant) -> None:
     """Attend a short chunk in every way that may be chosen later; each is compiled by that.
 
@@ -118,9 +141,9 @@ def _compare_prefills(backend: KernelBackend, base: DecodeVariant) -> None:
     num_blocks = -(-num_rows // base.pool.block_size) + 1
     tables = np.arange(num_blocks, dtype=np.int32)[None]
     end = num_blocks * base.pool.block_size
-    layer = _Layer(backend.launcher, base, num_blocks, num_rows)
+    layer = TrialLayer(backend.launcher, base, num_blocks, num_rows)
     layer.write(0)
-    batch = upload(_lay_out(tables, np.array([end], np.int32), num_rows, base.pool.block_size))
+    batch = upload(lay_out(tables, np.array([end], np.int32), num_rows, base.pool.block_size))
     found = [
         layer.attend(KernelBackend(backend.launcher, backend.wave, prefill=way), batch, 1)
         for way in sorted(ways)
@@ -141,61 +164,10 @@ def _plan_chunks(backend: KernelBackend, base: DecodeVariant, chunk: int, max_le
     # A first chunk is not gathered, and has a shape of its own.
     for num_tokens in range(2 * chunk, max_len + 1, chunk):
         tables = np.arange(num_tokens // block_size, dtype=np.int32)[None]
-        layer = _Layer(backend.launcher, base, tables.size, chunk)
-        batch = upload(_lay_out(tables, np.array([num_tokens], np.int32), chunk, block_size))
+        layer = TrialLayer(backend.launcher, base, tables.size, chunk)
+        batch = upload(lay_out(tables, np.array([num_tokens], np.int32), chunk, block_size))
         layer.attend(gather, batch, 1)
         backend.note_chunk_plan(base, chunk, num_tokens)
-
-
-class _Layer:
-    """A layer of its own kind, with a pool."""
-
-    def __init__(
-        self, launcher: Launcher, base: DecodeVariant, num_blocks: int, num_rows: int
-    ) -> None:
-        pool = base.pool
-        layout = KVLayout(
-            block_size=pool.block_size,
-            dtype=pool.dtype,
-            layers=(LayerShape(pool.num_kv_heads, pool.k_head_dim, pool.v_head_dim),),
-            groups=(KVGroup(KVGroupKind.FULL, (0,)),),
-            order=AxisOrder.SLOT_MAJOR if pool.slot_major else AxisOrder.HEAD_MAJOR,
-        )
-        self._store = KVStore(layout, (num_blocks,), 0.01, InPlaceWriter(launcher))
-        num_heads = pool.num_kv_heads * base.factor
-        self._params = AttentionParams(
-            scale=base.scale,
-            softcap=base.softcap,
-            sinks=mx.zeros(num_heads) if base.sinks else None,
-        )
-        dtype: mx.Dtype = getattr(mx, base.dtype)
-        self._queries, self._keys, self._values = (
-            mx.random.normal((num_rows, heads, head_dim)).astype(dtype)
-            for heads, head_dim in (
-                (num_heads, pool.k_head_dim),
-                (pool.num_kv_heads, pool.k_head_dim),
-                (pool.num_kv_heads, pool.v_head_dim),
-            )
-        )
-        mx.eval(self._queries, self._keys, self._values)
-
-    def write(self, first_slot: int) -> None:
-        """Write its rows from that slot on."""
-        slots = first_slot + np.arange(len(self._keys), dtype=np.int64)
-        self._store.write(0, self._keys, self._values, mx.array(slots))
-
-    def attend(
-        self, backend: KernelBackend, batch: PagedBatch, times: int
-    ) -> npt.NDArray[np.float32]:
-        """Write and attend so many times, each depending on the one before; the last output."""
-        queries = output = self._queries
-        for _ in range(times):
-            self._store.write(0, self._keys, self._values, batch.groups[0].slot_mapping)
-            output = backend.attend(queries, 0, 0, self._store, batch, self._params)
-            queries = self._queries + output[..., :1]
-        output = output.astype(mx.float32)
-        self._store.commit(output)
-        return np.array(output)
 
 
 def _gain(launcher: Launcher, wave: int, base: DecodeVariant, count: int, shared: int) -> float:
@@ -205,8 +177,8 @@ def _gain(launcher: Launcher, wave: int, base: DecodeVariant, count: int, shared
     own = len(common) + np.arange(count * _NUM_OWN // block_size).reshape(count, -1)
     tables = np.concatenate([np.tile(common, (count, 1)), own], axis=1).astype(np.int32)
     ends = np.full(count, shared + _NUM_OWN, np.int32)
-    batch = upload(_lay_out(tables, ends, 1, block_size))
-    layer = _Layer(launcher, base, int(tables.max()) + 1, count)
+    batch = upload(lay_out(tables, ends, 1, block_size))
+    layer = TrialLayer(launcher, base, int(tables.max()) + 1, count)
     backends = [
         KernelBackend(launcher, wave, cascade=path) for path in (CascadePath.OFF, CascadePath.ON)
     ]
@@ -219,31 +191,3 @@ def _gain(launcher: Launcher, wave: int, base: DecodeVariant, count: int, shared
             times.append(time.perf_counter() - start)
     off, on = (min(times[1:]) for times in seconds)  # the first round compiles
     return off / on
-
-
-def _lay_out(
-    tables: npt.NDArray[np.int32], ends: npt.NDArray[np.int32], num_rows: int, block_size: int
-) -> BatchArrays:
-    """Sequences that end there and compute so many rows each, in blocks of these tables."""
-    count = len(tables)
-    positions = (ends[:, None] - num_rows + np.arange(num_rows)).astype(np.int32)
-    blocks = np.take_along_axis(tables, positions // block_size, axis=1).astype(np.int64)
-    starts = num_rows * np.arange(count + 1, dtype=np.int32)
-    nothing = np.empty(0, np.int32)
-    group = GroupArrays(
-        slot_mapping=(blocks * block_size + positions % block_size).ravel(),
-        block_tables=tables,
-        copy_src=nothing,
-        copy_dst=nothing,
-    )
-    return BatchArrays(
-        sequences=(),
-        num_decodes=count if num_rows == 1 else 0,
-        token_ids=np.zeros(count * num_rows, np.int32),
-        positions=positions.ravel(),
-        query_start_loc=starts,
-        context_lens=ends,
-        sample_rows=starts[1:] - 1,
-        sample_sequences=(),
-        groups=(group,),
-    )

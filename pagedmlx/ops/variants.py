@@ -106,15 +106,20 @@ class CopyVariant:
 
 @dataclass(frozen=True)
 class GatherVariant:
-    """``gather.metal`` for one pool."""
+    """``gather.metal`` for one pool and queries of one type."""
 
     pool: PoolShape
+    dtype: str
 
     @cached_property
     def kernel(self) -> Kernel:
         """The text with these constants."""
-        inputs = ("k_pool", "v_pool", "plan", "token")
-        return make_kernel("gather", self.pool.constants(), inputs, ("keys", "values"))
+        return make_kernel(
+            "gather",
+            {"T": TYPE_NAMES[self.dtype]} | self.pool.constants(),
+            ("k_scratch", "v_scratch", "queries", "k_pool", "v_pool", "plan", "token"),
+            ("passed",),
+        )
 
 
 class DecodePath(StrEnum):
@@ -184,7 +189,11 @@ class DecodeVariant:
     @cached_property
     def parts(self) -> int:
         """Threadgroups that share the query vectors of a KV head."""
-        return -(-self.rows * self.factor // self.heads_per_group)
+        return self.parts_for(self.rows)
+
+    def parts_for(self, num_rows: int) -> int:
+        """Those of them that have something to do for a sequence of so many rows."""
+        return -(-num_rows * self.factor // self.heads_per_group)
 
     @cached_property
     def tile(self) -> int:

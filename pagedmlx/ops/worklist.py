@@ -122,6 +122,12 @@ def make_work_list(
     return WorkList(plan, bucket(num_items), total_rows, int(counts.max()))
 
 
+def idle_work_list(max_chunks: int) -> WorkList:
+    """One item and one row with nothing to do, as of sequences of so many chunks."""
+    plan = np.zeros(bucket(HEADER + ITEM + MERGE_ROW), dtype=np.int32)
+    return WorkList(plan, 1, 1, max_chunks)
+
+
 def bucket(count: int) -> int:
     """The count, rounded up by at most an eighth, so that few sizes occur in a long run."""
     step = 1 << max(count.bit_length() - 4, 0)

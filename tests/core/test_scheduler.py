@@ -73,6 +73,24 @@ def test_a_prompt_to_be_told_of_is_computed_whole_and_in_short_chunks(depth: int
     assert driver.told == {told.seq_id: range(15), also.seq_id: range(15)}
 
 
+@pytest.mark.parametrize("budget", [23, 40])
+def test_chunks_beside_streams_end_at_round_positions(budget: int) -> None:
+    """On CUDA each shape of a chunk has a price, so few should occur."""
+    driver = make_driver(
+        256, 4, max_num_batched_tokens=budget, prefill_chunk_size=32, chunk_multiple=16
+    )
+    for index in range(5):
+        driver.add(make_request(tokens(3, 1000 * index), 30, request_id=f"stream {index}"))
+    driver.step()
+    (sequence,) = driver.add(make_request(tokens(203, 9000), 2, request_id="long"))
+    run_and_check(driver)
+    entries = [e for step in driver.steps for e in step.scheduled if e.sequence is sequence]
+    ends = [e.start + e.num_tokens for e in entries if e.start < 203]
+    assert len(ends) > 5
+    assert ends[-1] == 203
+    assert all(end % 16 == 0 for end in ends[:-1])
+
+
 def test_only_the_first_of_several_outputs_tells_of_the_prompt() -> None:
     driver = make_driver(32, 4, max_prompt_logits=6)
     sequences = driver.add(make_request(SYSTEM, 4, n=3, prompt_logprobs=0))

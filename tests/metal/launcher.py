@@ -16,6 +16,7 @@ from tests.metal.execute import Output, execute
 from tests.metal.generated import generated_source
 
 IN_PLACE = ("k_pool", "v_pool")
+SCRATCH = ("k_scratch", "v_scratch")
 """Inputs that kernels may store through."""
 
 
@@ -94,7 +95,9 @@ class FiberLauncher:
         if self.change:
             source = self.change(kernel, source)
         inputs = dict(zip(kernel.input_names, map(as_numpy, launch.inputs), strict=True))
-        writes = "written" in kernel.output_names
+        in_place = [name for name in SCRATCH if name in kernel.input_names]
+        if "written" in kernel.output_names:
+            in_place += self.in_place
         outputs = {
             name: Output(tuple(shape), numpy_dtype(dtype))
             for name, shape, dtype in zip(
@@ -112,13 +115,12 @@ class FiberLauncher:
             outputs,
             (threads, 1, 1),
             (launch.threadgroup, 1, 1),
-            in_place=self.in_place if writes else (),
+            in_place=in_place,
             strided=kernel.strided,
             seed=self.seed,
         )
-        if writes:
-            for name in self.in_place:
-                inputs[name][...] = results[name]
+        for name in in_place:
+            inputs[name][...] = results[name]
         return [
             from_numpy(results[name], dtype)
             for name, dtype in zip(kernel.output_names, launch.output_dtypes, strict=True)

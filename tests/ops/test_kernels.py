@@ -117,7 +117,7 @@ def test_the_kernel_that_writes_passes_the_strict_check(
 @pytest.mark.parametrize("wave", [1, 1 << 20], ids=["whole", "cut"])
 @pytest.mark.parametrize("order", AxisOrder)
 @pytest.mark.parametrize("pool_dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("spans", [[(40, 1), (299, 1), (0, 1)], [(63, 2), (126, 5)]], ids=str)
+@pytest.mark.parametrize("spans", [[(40, 1), (299, 1), (0, 1)], [(63, 1), (126, 1)]], ids=str)
 def test_rows_that_the_kernel_writes_itself_are_as_if_written_before(
     spans: list[tuple[int, int]], pool_dtype: str, order: AxisOrder, wave: int
 ) -> None:

@@ -13,9 +13,9 @@ from pagedmlx.ops.in_place import InPlaceWriter
 from pagedmlx.ops.kernels import KernelBackend
 from pagedmlx.ops.launch import Kernel, Launch, Platform
 from pagedmlx.ops.prefill import prefill_variant
-from pagedmlx.ops.tuning import MIN_GAIN, SHAPES, measure_threshold, tune
+from pagedmlx.ops.tuning import MIN_GAIN, SHAPES, compile_kernels, measure_threshold, tune
 from pagedmlx.ops.variants import DecodeVariant
-from tests.metal.launcher import FiberLauncher
+from tests.metal.launcher import FiberLauncher, RecordingLauncher
 from tests.support.attention import make_case
 
 SPANS = ((40, 1), (9, 1))
@@ -154,3 +154,54 @@ def test_chunks_of_long_prompts_find_a_plan_where_one_is_needed(
     }
     gathered = [shape for shape, path in found.items() if path == "gather"]
     assert gathered == ([(32, 64)] if platform is Platform.CUDA else [])
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("dtype", "factor"), [("float32", 2), ("bfloat16", 8)])
+def test_all_that_decoding_takes_was_compiled_at_load(
+    dtype: str, factor: int, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher = RecordingLauncher(platform=Platform.CUDA)
+    backend = KernelBackend(launcher, 8, deterministic=deterministic)
+    rng = np.random.default_rng(0)
+
+    def attend(max_rows: int, *, shared: bool = False) -> None:
+        counts = sorted(rng.integers(1, max_rows + 1, rng.integers(2, 5)).tolist())
+        spans = [(int(rng.choice([70, 90, 300, 2000])), count) for count in counts]
+        case = make_case(
+            spans,
+            k_head_dim=64,
+            v_head_dim=64,
+            factor=factor,
+            dtype=dtype,
+            writer=InPlaceWriter(launcher),
+        )
+        group = case.batch.groups[0]
+        if shared:
+            case.batch.host.groups[0].block_tables[:, :4] = np.arange(4)
+        for window in (None, 20):
+            rows = mx.zeros((len(case.queries), 2, 64), case.queries.dtype)
+            case.store.write(0, rows, rows, group.slot_mapping)
+            case.attend(backend, AttentionParams(scale=0.125, window=window))
+
+    attend(1)
+    shares = list(compile_kernels(backend))
+    assert shares == sorted(shares)
+    assert shares[-1] == 1
+    compiled = set(launcher.sources)
+    for num_rows in (1,) * 10 + (8,) * 10:
+        attend(num_rows)
+    assert not launcher.sources.keys() - compiled
+    # The recorder's zeros can't be compared, and need not be timed.
+    monkeypatch.setattr(tuning, "_compare_prefills", lambda *_: None)
+    gains(monkeypatch, *(2.0 for _ in SHAPES))
+    tune(backend, 64, 4096)
+    (kind,) = backend.kinds
+    backend.set_cascade_threshold(kind, 1)
+    compiled = set(launcher.sources)
+    launcher.sources.clear()
+    for _ in range(10):
+        attend(1, shared=True)
+    assert launcher.sources.keys() <= compiled
+    attends_shared = any("_prefill_" in kernel.name for kernel in launcher.sources.values())
+    assert attends_shared is not deterministic

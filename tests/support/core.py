@@ -228,6 +228,7 @@ class Driver:
     stop_strings: bool = False
     depth: int = 0
     max_prompt_logits: int = 128
+    chunk_multiple: int = 1
     # Positions of the prompt of which something has been told, by sequence.
     told: dict[int, range] = field(default_factory=dict)
     flying: list[tuple[Step, dict[int, int]]] = field(default_factory=list)
@@ -237,7 +238,12 @@ class Driver:
     sequences: list[Sequence] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.scheduler = Scheduler(self.kv, self.config, max_prompt_logits=self.max_prompt_logits)
+        self.scheduler = Scheduler(
+            self.kv,
+            self.config,
+            max_prompt_logits=self.max_prompt_logits,
+            chunk_multiple=self.chunk_multiple,
+        )
         self.ghost = GhostMemory(self.kv)
 
     def add(self, request: Request) -> tuple[Sequence, ...]:
@@ -419,6 +425,7 @@ def make_driver(
     max_num_waiting: int | None = None,
     depth: int = 0,
     max_prompt_logits: int = 128,
+    chunk_multiple: int = 1,
     min_partial_tokens: int = MIN_PARTIAL_TOKENS,
 ) -> Driver:
     kv = make_kv(
@@ -441,5 +448,10 @@ def make_driver(
         max_num_waiting=max_num_waiting,
     )
     return Driver(
-        kv, config, stop_strings=stop_strings, depth=depth, max_prompt_logits=max_prompt_logits
+        kv,
+        config,
+        stop_strings=stop_strings,
+        depth=depth,
+        max_prompt_logits=max_prompt_logits,
+        chunk_multiple=chunk_multiple,
     )

@@ -73,6 +73,7 @@ def drivers(draw: st.DrawFn) -> Driver:
         prefill_chunk_size=draw(st.sampled_from([64, 5, 4, 3, 2, 1])),
         max_overtakes=draw(st.sampled_from([64, 3, 1, 0])),
         max_prompt_logits=draw(st.sampled_from([128, 4, 1])),
+        chunk_multiple=draw(st.sampled_from([1, 2, 8])),
         depth=draw(st.sampled_from([0, 1])),
         min_partial_tokens=draw(min_partial_tokens),
     )

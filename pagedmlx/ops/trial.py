@@ -1,0 +1,119 @@
+"""TrialLayer: an attention layer like a model's, with a pool of its own, to try kernels on."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from pagedmlx.core.batch import BatchArrays, GroupArrays
+from pagedmlx.core.groups import KVGroup, KVGroupKind
+from pagedmlx.kv.layout import AxisOrder, KVLayout, LayerShape
+from pagedmlx.kv.store import KVStore
+from pagedmlx.ops.base import AttentionParams, PagedBatch
+from pagedmlx.ops.decode import Decode, attend_decode
+from pagedmlx.ops.in_place import InPlaceWriter
+from pagedmlx.ops.kernels import KernelBackend
+from pagedmlx.ops.launch import Launcher
+from pagedmlx.ops.variants import DecodeVariant
+
+
+class TrialLayer:
+    """A layer with random rows to write and attend.
+
+    Args:
+        launcher: Runs the kernels.
+        base: What the layers of the model are like.
+        num_blocks: Of its pool.
+        num_rows: How many rows.
+    """
+
+    def __init__(
+        self, launcher: Launcher, base: DecodeVariant, num_blocks: int, num_rows: int
+    ) -> None:
+        self._launcher = launcher
+        pool = base.pool
+        layout = KVLayout(
+            block_size=pool.block_size,
+            dtype=pool.dtype,
+            layers=(LayerShape(pool.num_kv_heads, pool.k_head_dim, pool.v_head_dim),),
+            groups=(KVGroup(KVGroupKind.FULL, (0,)),),
+            order=AxisOrder.SLOT_MAJOR if pool.slot_major else AxisOrder.HEAD_MAJOR,
+        )
+        self._store = KVStore(layout, (num_blocks,), 0.01, InPlaceWriter(launcher))
+        num_heads = pool.num_kv_heads * base.factor
+        dtype: mx.Dtype = getattr(mx, base.dtype)
+        self._params = AttentionParams(
+            scale=base.scale,
+            softcap=base.softcap,
+            sinks=mx.zeros(num_heads, dtype) if base.sinks else None,
+        )
+        self._queries, self._keys, self._values = (
+            mx.random.normal((num_rows, heads, head_dim)).astype(dtype)
+            for heads, head_dim in (
+                (num_heads, pool.k_head_dim),
+                (pool.num_kv_heads, pool.k_head_dim),
+                (pool.num_kv_heads, pool.v_head_dim),
+            )
+        )
+        mx.eval(self._queries, self._keys, self._values)
+
+    def write(self, first_slot: int) -> None:
+        """Write its rows from that slot on."""
+        slots = first_slot + np.arange(len(self._keys), dtype=np.int64)
+        self._store.write(0, self._keys, self._values, mx.array(slots))
+
+    def run(self, work: Decode) -> None:
+        """Do what a plan says, and also the writing of the rows if its kernel can.
+
+        Args:
+            work: For this layer's blocks and rows; not on the device yet.
+        """
+        work = work.with_plans(map(mx.array, work.plans))
+        slots = mx.arange(len(self._keys), dtype=mx.int64)
+        for new in (False, True) if work.writing is not None else (False,):
+            self._store.write(0, self._keys, self._values, slots)
+            rows = self._store.claim(0, self._queries.dtype) if new else None
+            arguments = (self._queries, 0, self._store, work, self._params, rows)
+            self._store.commit(attend_decode(self._launcher, *arguments))
+
+    def attend(
+        self, backend: KernelBackend, batch: PagedBatch, times: int
+    ) -> npt.NDArray[np.float32]:
+        """Write and attend so many times, each depending on the one before; the last output."""
+        queries = output = self._queries
+        for _ in range(times):
+            self._store.write(0, self._keys, self._values, batch.groups[0].slot_mapping)
+            output = backend.attend(queries, 0, 0, self._store, batch, self._params)
+            queries = self._queries + output[..., :1]
+        output = output.astype(mx.float32)
+        self._store.commit(output)
+        return np.array(output)
+
+
+def lay_out(
+    tables: npt.NDArray[np.int32], ends: npt.NDArray[np.int32], num_rows: int, block_size: int
+) -> BatchArrays:
+    """Sequences that end there and compute so many rows each, in blocks of these tables."""
+    count = len(tables)
+    positions = (ends[:, None] - num_rows + np.arange(num_rows)).astype(np.int32)
+    blocks = np.take_along_axis(tables, positions // block_size, axis=1).astype(np.int64)
+    starts = num_rows * np.arange(count + 1, dtype=np.int32)
+    nothing = np.empty(0, np.int32)
+    group = GroupArrays(
+        slot_mapping=(blocks * block_size + positions % block_size).ravel(),
+        block_tables=tables,
+        copy_src=nothing,
+        copy_dst=nothing,
+    )
+    return BatchArrays(
+        sequences=(),
+        num_decodes=count if num_rows == 1 else 0,
+        token_ids=np.zeros(count * num_rows, np.int32),
+        positions=positions.ravel(),
+        query_start_loc=starts,
+        context_lens=ends,
+        sample_rows=starts[1:] - 1,
+        sample_sequences=(),
+        groups=(group,),
+    )
