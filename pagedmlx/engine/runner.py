@@ -14,7 +14,7 @@ from pagedmlx.core.batch import NO_BLOCK, BatchArrays, GroupArrays, build_batch
 from pagedmlx.core.step import Step, StepResult
 from pagedmlx.kv.store import KVStore
 from pagedmlx.models.adapter import ModelAdapter
-from pagedmlx.ops.base import PagedBatch, upload
+from pagedmlx.ops.base import PagedBatch
 from pagedmlx.sampling.chooser import Chosen, TokenChooser
 from pagedmlx.sampling.sampler import Sampler
 
@@ -121,7 +121,8 @@ class ModelRunner:
             int(ids.max(initial=NO_BLOCK)) for ids in (arrays.block_tables, arrays.copy_dst)
         )
         if not self._store.has_room(group, num_blocks):
-            self._fit(group, num_blocks)
+            # Growing copies the pool: it pays to do it seldom.
+            self._fit(group, max(num_blocks, 2 * self._store.num_blocks[group]))
 
     def _fit(self, group: int, num_blocks: int) -> None:
         if not self._store.fits(group, num_blocks):
@@ -130,7 +131,7 @@ class ModelRunner:
 
     def _upload(self, host: BatchArrays) -> PagedBatch:
         """Put a batch on the device, with the tokens that only the device knows."""
-        batch = upload(host)
+        batch = self._adapter.upload(host, self._store)
         if not host.unread_sequences:
             return batch
         before = self._under_way[-1].chosen

@@ -5,6 +5,9 @@ Which blocks a sequence holds is the core's business; how they are attended to i
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -22,6 +25,9 @@ from pagedmlx.kv.writer import (
     Rope,
     RotatingWriter,
 )
+
+# MLX has one cache for the process, and engines may resize their pools on their own threads.
+_LOCK = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +148,10 @@ class KVStore:
         arrays = [pool.keys, pool.values]
         del pool
         try:
-            for index, array in enumerate(arrays):
-                arrays[index] = self._with_length(array, num_blocks)
-                del array
-                # No other array will have the old one's size.
-                mx.clear_cache()
+            with _freed_at_once():
+                for index, array in enumerate(arrays):
+                    arrays[index] = self._with_length(array, num_blocks)
+                    del array
         finally:
             keys, values = arrays
             self._pools[layer] = self._writer.adopt(LayerPool(keys, values, self.layout.order))
@@ -399,6 +404,20 @@ def _gather_rows(pool: mx.array, rows: mx.array) -> mx.array:
 def _after(done: mx.array, token: mx.array) -> mx.array:
     """The same token, but known only once ``done`` is. One launch, and no constant to upload."""
     return mx.bitwise_xor(done, done) + token
+
+
+@contextmanager
+def _freed_at_once() -> Iterator[None]:
+    """What is freed within is not kept for arrays of its size, of which there will be none.
+
+    What MLX keeps already stays: the next step's arrays would else have to be allocated anew.
+    """
+    with _LOCK:
+        limit = mx.set_cache_limit(mx.get_cache_memory())
+        try:
+            yield
+        finally:
+            mx.set_cache_limit(limit)
 
 
 def _check_range(what: str, ids: npt.NDArray[np.integer], limit: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Self
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
-from pagedmlx.core.batch import PooledRows
+from pagedmlx.core.batch import BatchArrays, PooledRows
 from pagedmlx.errors import UnsupportedModelError
 from pagedmlx.kv.layout import KVLayout
 from pagedmlx.kv.states import States
@@ -24,10 +24,15 @@ from pagedmlx.models.loader import LoadedModel
 from pagedmlx.models.parts import Part, RowLayout, sequence_rows, token_rows
 from pagedmlx.models.rows import RowSelection
 from pagedmlx.models.survey import survey_model
-from pagedmlx.ops.base import AttentionBackend, PagedBatch
+from pagedmlx.ops.base import AttentionBackend, PagedBatch, upload
 
 MAX_GATHER_BYTES = 1 << 28
 """Most bytes that sequences which decode together gather in one layer."""
+
+ROW_MULTIPLE = 64
+"""Rows that a GPU multiplies at a time at least."""
+MIN_PADDED_ROWS = 256
+"""Arrays of fewer rows are small."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,6 +112,26 @@ class ModelAdapter:
         )
         self._max_gathered = self._max_tokens_to_gather()
 
+    def upload(self, host: BatchArrays, store: KVStore) -> PagedBatch:
+        """Put a step on the device, a step with prompts with rows in a multiple of some number.
+
+        Steps of ever new sizes would have all their arrays allocated anew, which takes a GPU's
+        driver longer than some rows more take the GPU.
+
+        Args:
+            host: The step.
+            store: The pool that it will run over.
+        """
+        num_rows = host.num_rows
+        has_prompts = host.num_decodes < num_rows
+        if has_prompts and num_rows > MIN_PADDED_ROWS and self._takes_padding(store):
+            return upload(host, -(-num_rows // ROW_MULTIPLE) * ROW_MULTIPLE)
+        return upload(host)
+
+    def _takes_padding(self, store: KVStore) -> bool:
+        is_one_call = self.row_layout is RowLayout.TOKEN_ROWS
+        return is_one_call and store.updates_in_place and self.backend.takes_padding
+
     def forward(self, batch: PagedBatch, store: KVStore) -> mx.array:
         """As ``run``, for those who want logits only."""
         return self.run(batch, store).logits
@@ -185,7 +210,7 @@ class ModelAdapter:
         sample_rows: list[int] = part.batch.host.sample_rows.tolist()
         # With no row to sample from, one row goes to the head but is never computed.
         selected = mx.array(sample_rows or [0])
-        num_rows = part.batch.host.num_rows
+        num_rows = part.batch.num_rows
         pooled: mx.array | None = None
 
         def select(hidden: mx.array) -> mx.array:

@@ -33,7 +33,7 @@ class Part:
     """The rows of one call of the model: S sequences with L tokens each.
 
     Attributes:
-        batch: These rows only.
+        batch: These rows only, and padding.
         offset: Tokens before the rows: (S,) int32, or a plain number for one sequence.
         num_sequences: S.
         length: L.
@@ -56,7 +56,7 @@ class Part:
 
 def token_rows(batch: PagedBatch) -> Part:
     """A whole step with each token as a row."""
-    num_rows = batch.host.num_rows
+    num_rows = batch.num_rows
     return Part(batch, batch.positions[:num_rows], num_rows, 1, gathers=False)
 
 

@@ -20,7 +20,7 @@ class GroupBatch:
     """A KV group's part of a batch on the device; shapes as in ``GroupArrays``.
 
     Attributes:
-        slot_mapping: (T,) int64.
+        slot_mapping: (P,) int64; negative for padding.
         block_tables: (S, B) int32; the unused tail holds a valid block id and must be masked.
     """
 
@@ -32,10 +32,12 @@ class GroupBatch:
 class PagedBatch:
     """A step on the device, uploaded once and shared by all layers.
 
+    P is T, the step's rows, or more: what is past them is padding that nobody looks at.
+
     Attributes:
         host: The same step on the host, for lengths and other control flow.
-        token_ids: (T,) int32.
-        positions: (T or more,) int32, padded to 8 elements, as kernels want them.
+        token_ids: (P,) int32.
+        positions: (P or more,) int32, at least 8 elements, as kernels want them.
         context_lens: (S,) int32.
         groups: One entry for each KV group.
     """
@@ -46,17 +48,30 @@ class PagedBatch:
     context_lens: mx.array
     groups: tuple[GroupBatch, ...]
 
+    @property
+    def num_rows(self) -> int:
+        """P."""
+        return self.token_ids.shape[0]
 
-def upload(host: BatchArrays) -> PagedBatch:
-    """Put a step's arrays on the device; the tables' unused tail becomes a valid block id."""
+
+def upload(host: BatchArrays, num_rows: int | None = None) -> PagedBatch:
+    """Put a step's arrays on the device; the tables' unused tail becomes a valid block id.
+
+    Args:
+        host: The step.
+        num_rows: P, where there is padding.
+    """
+    padding = (0, 0 if num_rows is None else num_rows - host.num_rows)
     return PagedBatch(
         host=host,
-        token_ids=mx.array(host.token_ids),
-        positions=mx.array(padded(host.positions)),
+        token_ids=mx.array(np.pad(host.token_ids, padding)),
+        positions=mx.array(padded(np.pad(host.positions, padding))),
         context_lens=mx.array(host.context_lens),
         groups=tuple(
             GroupBatch(
-                slot_mapping=mx.array(group.slot_mapping),
+                slot_mapping=mx.array(
+                    np.pad(group.slot_mapping, padding, constant_values=NO_BLOCK)
+                ),
                 block_tables=mx.array(
                     np.where(group.block_tables == NO_BLOCK, 0, group.block_tables)
                 ),
@@ -90,9 +105,15 @@ class AttentionParams:
 
 
 class AttentionBackend(Protocol):
-    """Attends the rows of a step to the blocks of their sequences."""
+    """Attends the rows of a step to the blocks of their sequences.
+
+    Attributes:
+        name: What the user calls it.
+        takes_padding: Whether batches may have any, whose output is then zeros.
+    """
 
     name: str
+    takes_padding: bool
 
     def attend(
         self,
@@ -106,7 +127,7 @@ class AttentionBackend(Protocol):
         """Causal attention of every row to its own sequence, through the block tables.
 
         Args:
-            queries: (T, num_heads, k_head_dim).
+            queries: (P, num_heads, k_head_dim).
             layer: The layer whose K and V are read; the step's rows are already written.
             group: The layer's KV group.
             store: Owner of the pool.
@@ -114,7 +135,7 @@ class AttentionBackend(Protocol):
             params: The layer's settings.
 
         Returns:
-            (T, num_heads, v_head_dim), in the type of ``queries``.
+            (P, num_heads, v_head_dim), in the type of ``queries``.
         """
         ...
 

@@ -24,6 +24,7 @@ class GatherBackend:
     """Attends through gathered copies of the blocks; what to gather is planned once a step."""
 
     name = "gather"
+    takes_padding = False
 
     def __init__(self) -> None:
         self._batch: PagedBatch | None = None

@@ -53,6 +53,7 @@ class KernelBackend:
     """
 
     name = "kernels"
+    takes_padding = True
 
     def __init__(
         self,
@@ -97,8 +98,10 @@ class KernelBackend:
         """See ``AttentionBackend.attend``."""
         plan = self._plan(queries, layer, group, store, batch, params)
         parts = []
+        num_padding = len(queries) - batch.host.num_rows
+        is_whole = len(plan) == 1 and num_padding == 0
         for part in plan:
-            rows = queries if len(plan) == 1 else queries[part.rows]
+            rows = queries if is_whole else queries[part.rows]
             if isinstance(part.work, Chunk):
                 here, scratch = batch.groups[group], self._scratch
                 parts.append(
@@ -110,10 +113,12 @@ class KernelBackend:
                 parts.append(attend_prefill(self.launcher, rows, layer, store, part.work, params))
             else:
                 # A launch with all rows of the step can also write them.
-                can_write = len(plan) == 1 and part.work.writing is not None
+                can_write = is_whole and part.work.writing is not None
                 new = store.claim(layer, rows.dtype) if can_write else None
                 output = attend_decode(self.launcher, rows, layer, store, part.work, params, new)
                 parts.append(output)
+        if num_padding:
+            parts.append(mx.zeros((num_padding, *parts[0].shape[1:]), queries.dtype))
         return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
     def rest(self) -> None:

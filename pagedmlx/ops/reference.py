@@ -12,6 +12,7 @@ class ReferenceBackend:
     """Attends as the definition says; slow, and what the other backends are compared with."""
 
     name = "reference"
+    takes_padding = False
 
     def attend(
         self,

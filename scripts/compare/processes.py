@@ -63,10 +63,15 @@ class Running:
         self._process.communicate()
         self._folder.cleanup()
 
-    def ask(self) -> None:
-        """Have it begin with another round."""
+    def ask(self, jobs: Sequence[Job] | None = None) -> None:
+        """Have it begin with another round.
+
+        Args:
+            jobs: The requests from now on; those of the round before if None.
+        """
         assert self._process.stdin is not None
-        self._process.stdin.write("\n")
+        line = "" if jobs is None else json.dumps([asdict(job) for job in jobs])
+        self._process.stdin.write(line + "\n")
         self._process.stdin.flush()
 
     def result(self, tell: Tell = lambda _: None) -> dict[str, Any]:

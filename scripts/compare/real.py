@@ -6,7 +6,8 @@ The job names the system: ``pagedmlx``, ``mlx-lm`` (its BatchGenerator, contiguo
 the longest), or ``inspect``, which only says what the model is. Lines of JSON on stdout tell how
 far it is; the last one is the result. ``scripts/compare_memory.py`` starts it, once per system, so
 that neither system's memory is ever counted for the other. With ``rounds`` in the job there are as
-many results, each after a line on stdin, so that systems can take turns.
+many results, each after a line on stdin, so that systems can take turns; what is on that line, if
+anything, are the requests from then on.
 """
 
 from __future__ import annotations
@@ -66,11 +67,14 @@ class RealSystem(Protocol):
 
     Attributes:
         pool_bytes: May be taken for K and V; 0 where there is no limit.
-        start_bytes: Those of them that are taken at the start.
     """
 
     pool_bytes: int
-    start_bytes: int
+
+    @property
+    def taken_bytes(self) -> int:
+        """Those of them that are taken now."""
+        ...
 
     def add(self, job_id: int, job: Job) -> None:
         """A request arrives."""
@@ -101,11 +105,15 @@ class Ours:
         self.engine = make_engine(model, **settings)
         stats = self.engine.stats()
         self.pool_bytes = stats.pool_bytes
-        self.start_bytes = stats.allocated_bytes
         self.depth: int = self.engine._runner.depth
         self._block_bytes = stats.block_bytes
         self._token_bytes = stats.block_bytes // stats.block_size
         self._before = dict[str, int]()
+
+    @property
+    def taken_bytes(self) -> int:
+        """The pool's arrays."""
+        return self.engine.stats().allocated_bytes
 
     def add(self, job_id: int, job: Job) -> None:
         """A request arrives."""
@@ -155,7 +163,7 @@ class Theirs:
         max_num_seqs: Sequences that decode at once at most.
     """
 
-    pool_bytes = start_bytes = 0
+    pool_bytes = taken_bytes = 0
 
     def __init__(self, model: str, max_num_seqs: int) -> None:
         from mlx_lm.generate import BatchGenerator
@@ -238,7 +246,8 @@ def measure(system: RealSystem, jobs: list[Job], tell: Callable[[dict[str, Any]]
     warm_up(system)
     mx.clear_cache()
     mx.reset_peak_memory()
-    base, resident = mx.get_active_memory(), resident_bytes()
+    weights = mx.get_active_memory() - system.taken_bytes
+    resident = resident_bytes()
     start, told, moments = time.perf_counter(), 0.0, []
     arrived: dict[int, float] = {}
     times: dict[tuple[int, int], list[float]] = {}
@@ -286,7 +295,7 @@ def measure(system: RealSystem, jobs: list[Job], tell: Callable[[dict[str, Any]]
     return {
         "on_gpu": mx.default_device() == mx.Device(mx.gpu),
         "device_bytes": device_memory_bytes(),
-        "weights_bytes": base - system.start_bytes,
+        "weights_bytes": weights,
         "pool_bytes": system.pool_bytes,
         "kv_held_peak_bytes": max(each["held"] for each in moments),
         "kv_held_mean_bytes": held / wall,
@@ -295,7 +304,7 @@ def measure(system: RealSystem, jobs: list[Job], tell: Callable[[dict[str, Any]]
         "active_peak_bytes": max(each["active"] for each in moments),
         "cached_peak_bytes": max(each["cached"] for each in moments),
         "peak_bytes": mx.get_peak_memory(),
-        "peak_above_weights_bytes": mx.get_peak_memory() - base + system.start_bytes,
+        "peak_above_weights_bytes": mx.get_peak_memory() - weights,
         "resident_at_start_bytes": resident,
         "resident_peak_bytes": peak_resident_bytes(),
         "wall_s": wall,
@@ -360,6 +369,14 @@ def inspect(model: str, texts: list[str]) -> dict[str, Any]:
     }
 
 
+def read_jobs(given: list[dict[str, Any]]) -> list[Job]:
+    """Requests as they were written."""
+    return [
+        Job(tuple(each["prompt"]), each["num_outputs"], each["n"], each["arrival_s"])
+        for each in given
+    ]
+
+
 def main() -> int:
     """Run the job."""
     job: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
@@ -368,10 +385,7 @@ def main() -> int:
         sys.stdout.write(json.dumps(line) + "\n")
         sys.stdout.flush()
 
-    jobs = [
-        Job(tuple(each["prompt"]), each["num_outputs"], each["n"], each["arrival_s"])
-        for each in job.get("jobs", [])
-    ]
+    jobs = read_jobs(job.get("jobs", []))
     match job["system"]:
         case "inspect":
             tell({"kind": "result", **inspect(job["model"], job["texts"])})
@@ -383,8 +397,12 @@ def main() -> int:
         case name:
             raise ValueError(f"no system {name!r}")
     for _ in range(job.get("rounds", 1)):
-        if "rounds" in job and not sys.stdin.readline():
-            break
+        if "rounds" in job:
+            line = sys.stdin.readline()
+            if not line:
+                break
+            if line.strip():
+                jobs = read_jobs(json.loads(line))
         tell({"kind": "result", **measure(system, jobs, tell)})
     return 0
 

@@ -139,9 +139,13 @@ class _Wrong:
     """An attention backend whose results are off, or which can't be compiled at all."""
 
     name = "kernels"
+    takes_padding = False
 
     def __init__(self, fault: str) -> None:
         self.fault = fault
+
+    def rest(self) -> None:
+        """Nothing is kept."""
 
     def attend(self, queries: mx.array, *_: object) -> mx.array:
         if self.fault == "compile":

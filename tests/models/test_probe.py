@@ -21,10 +21,14 @@ class FaultyBackend:
     """The gather backend with one fault."""
 
     name = "faulty"
+    takes_padding = False
 
     def __init__(self, fault: str) -> None:
         self.fault = fault
         self.inner: AttentionBackend = make_backend("gather")
+
+    def rest(self) -> None:
+        """Nothing is kept."""
 
     def attend(
         self,

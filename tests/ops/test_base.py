@@ -27,3 +27,21 @@ def test_upload_keeps_tokens_positions_and_lengths() -> None:
     assert np.array_equal(np.array(batch.token_ids), host.token_ids)
     assert batch.positions.tolist() == [3, *range(2, 11)]
     assert batch.context_lens.tolist() == [4, 11]
+
+
+def test_padding_is_written_nowhere() -> None:
+    host = make_batch([(3, 1), (2, 9)], block_size=4, num_blocks=8, rng=np.random.default_rng(0))
+    batch = upload(host, 16)
+    assert batch.num_rows == 16
+    assert np.array_equal(np.array(batch.token_ids), [*host.token_ids, *[0] * 6])
+    assert batch.positions.tolist() == [3, *range(2, 11), *[0] * 6]
+    slots = np.array(batch.groups[0].slot_mapping)
+    assert np.array_equal(slots[:10], host.groups[0].slot_mapping)
+    assert (slots[10:] < 0).all()
+
+
+def test_positions_of_few_rows_are_padded_for_kernels() -> None:
+    host = make_batch([(3, 1), (7, 1)], block_size=4, num_blocks=8, rng=np.random.default_rng(0))
+    batch = upload(host)
+    assert batch.num_rows == 2
+    assert batch.positions.tolist() == [3, 7, *[0] * 6]
