@@ -6,6 +6,7 @@ import gc
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
@@ -64,8 +65,6 @@ class ModelRunner:
         self._store = store
         self._chooser = TokenChooser(sampler)
         self._under_way: deque[_UnderWay] = deque()
-        # Kept, because a new one would be brought to the device at every step.
-        self._zero = mx.array(0, mx.int32)
         self.depth = 1 if store.updates_in_place else 0
 
     def dispatch(self, step: Step) -> None:
@@ -136,8 +135,7 @@ class ModelRunner:
             return batch
         before = self._under_way[-1].chosen
         places = [before.places[sequence.seq_id] for sequence in host.unread_sequences]
-        # A row whose logits were not finite ends with this step; any token will do.
-        tokens = mx.maximum(before.tokens, self._zero)
+        tokens = _some_token(before.tokens)
         if places != list(range(len(before.places))):
             tokens = tokens[mx.array(places)]
         if len(places) < host.num_rows:
@@ -153,6 +151,13 @@ class ModelRunner:
         self._under_way.clear()
         del self._adapter, self._store
         release_mlx()
+
+
+# Compiled, so that the constant needs no memory, which would come to the device at every step.
+@partial(mx.compile, shapeless=True)
+def _some_token(tokens: mx.array) -> mx.array:
+    """A row whose logits were not finite ends with this step; any token will do for it."""
+    return mx.maximum(tokens, 0)
 
 
 def release_mlx() -> None:
