@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
 
 import mlx.core as mx
@@ -170,6 +170,15 @@ def on_a_thread(work: Callable[[], object]) -> None:
     thread.join()
     if errors:
         raise errors[0]
+
+
+@pytest.fixture(autouse=True)
+def exact_sizes() -> Iterator[None]:
+    """MLX keeps nothing that was freed: what an array gets of that may be larger than it needs."""
+    limit = mx.set_cache_limit(0)
+    mx.clear_cache()
+    yield
+    mx.set_cache_limit(limit)
 
 
 @pytest.fixture
