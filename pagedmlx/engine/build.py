@@ -16,10 +16,11 @@ from pagedmlx.engine.grammars import grammar_backend
 from pagedmlx.engine.inputs import EngineLimits
 from pagedmlx.engine.limits import MemoryLimits
 from pagedmlx.engine.memory import (
+    OVERSHOOT,
     PoolPlan,
     device_memory_bytes,
+    fit_step_to_device,
     max_chunk,
-    measure_headroom,
     memory_limit,
     plan_pool,
 )
@@ -79,11 +80,13 @@ def build_engine(
         limit = memory_limit(config, loaded.parameter_bytes)
         adapter, writer, attention = _adapt(loaded, config, undo, on_progress)
         on_gpu = mx.default_device() == mx.Device(mx.gpu)
+        wanted = config.max_num_batched_tokens
+        config, headroom = fit_step_to_device(config, adapter, writer, loaded.parameter_bytes)
         plan = plan_pool(
             config,
             adapter.layout,
             parameter_bytes=loaded.parameter_bytes,
-            headroom_bytes=measure_headroom(adapter, config, writer),
+            headroom_bytes=headroom,
             device_bytes=device_memory_bytes(),
             on_gpu=on_gpu,
         )
@@ -101,7 +104,7 @@ def build_engine(
             on_progress("measuring", None)
             chunk_multiple = adapter.backend.chunk_multiple
             attention += tune(adapter.backend, max_chunk(config), limits.max_model_len)
-        memory_limits = MemoryLimits(limit)
+        memory_limits = MemoryLimits(None if limit is None else limit - headroom // OVERSHOOT)
         undo.callback(memory_limits.undo)
         on_progress("allocating the pool", None)
         config = replace(config, max_num_seqs=plan.max_num_seqs)
@@ -138,6 +141,7 @@ def build_engine(
                 f"device: {'GPU' if on_gpu else 'CPU'}, weights in {loaded.dtype}",
                 *notes,
                 *attention,
+                *_step_notes(config, wanted),
                 *_pool_notes(plan, limits),
                 *_state_notes(plan, config),
                 *_embedding_notes(embedding),
@@ -217,6 +221,13 @@ def _allocate(
             f"the pool of {plan.pool_bytes} bytes can't be allocated: {error}",
             hint="ask for fewer blocks or less memory",
         ) from error
+
+
+def _step_notes(config: EngineConfig, wanted: int) -> list[str]:
+    fitting = config.max_num_batched_tokens
+    if fitting == wanted:
+        return []
+    return [f"steps: at most {fitting} tokens instead of {wanted}, to leave memory to the pool"]
 
 
 def _pool_notes(plan: PoolPlan, limits: EngineLimits) -> list[str]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
@@ -35,6 +36,12 @@ at least so many tokens."""
 CPU_HEADROOM_BYTES = 1 << 30
 
 _RUNNING_AHEAD = 2
+
+MIN_STEP_TOKENS = 64
+"""Steps are made no smaller than that to leave more memory to the pool."""
+
+OVERSHOOT = 16
+"""MLX exceeds its limit by less than this part of a step's memory."""
 
 STATE_ONLY_TOKENS = 1 << 20
 """Tokens that the pool counts for a model that keeps no K and V: its blocks take no memory."""
@@ -75,24 +82,62 @@ def device_memory_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def measure_headroom(adapter: ModelAdapter, config: EngineConfig, writer: PoolWriter) -> int:
-    """Bytes that the largest step needs besides weights and pool, by running one such chunk.
+def fit_step(
+    config: EngineConfig, spare_bytes: int, measure: Callable[[int], int]
+) -> tuple[EngineConfig, int]:
+    """Make steps so small that half of the memory beside the weights is left for the pool.
+
+    Args:
+        config: The user's wishes.
+        spare_bytes: What there is beside the weights.
+        measure: Bytes that a chunk of so many tokens needs.
+
+    Returns:
+        The settings with what a step computes, and the bytes that it needs beside weights and pool.
+    """
+    num_tokens, chunk = config.max_num_batched_tokens, max_chunk(config)
+    needed = measure(chunk)
+    while True:
+        headroom = _RUNNING_AHEAD * needed * -(-num_tokens // chunk)
+        if 2 * headroom <= spare_bytes or num_tokens <= MIN_STEP_TOKENS:
+            break
+        num_tokens = max(num_tokens // 2, MIN_STEP_TOKENS)
+        if num_tokens < chunk:
+            chunk = num_tokens
+            needed = measure(chunk)
+    if num_tokens < config.max_num_batched_tokens:
+        config = replace(config, max_num_batched_tokens=num_tokens, prefill_chunk_size=chunk)
+    return config, headroom
+
+
+def fit_step_to_device(
+    config: EngineConfig, adapter: ModelAdapter, writer: PoolWriter, parameter_bytes: int
+) -> tuple[EngineConfig, int]:
+    """The same by running such chunks.
+
+    On the CPU, where that would take seconds and the default pool is small, a fixed amount is set
+    aside, and nothing where the pool's size is given.
+
+    Args:
+        config: The user's wishes.
+        adapter: Of the model to be served.
+        writer: How the pool will be written.
+        parameter_bytes: Size of the weights.
+    """
+    if mx.default_device() != mx.Device(mx.gpu):
+        return config, CPU_HEADROOM_BYTES
+    if config.num_blocks is not None or config.kv_cache_memory is not None:
+        return config, 0
+    spare = int(device_memory_bytes() * config.gpu_memory_utilization) - parameter_bytes
+    return fit_step(config, spare, lambda rows: _measure_chunk(adapter, rows, writer))
+
+
+def _measure_chunk(adapter: ModelAdapter, num_rows: int, writer: PoolWriter) -> int:
+    """Bytes that a chunk needs besides weights and pool.
 
     MLX waits for the device meanwhile, so that it is what a step can't do without; with as much
     again it can run ahead a little.
-
-    On the CPU, where that would take seconds and the default pool is small, a fixed amount.
-
-    Args:
-        adapter: Of the model to be served.
-        config: How large a step may be, and whether the pool's size depends on this at all.
-        writer: How the pool will be written.
     """
-    if mx.default_device() != mx.Device(mx.gpu):
-        return CPU_HEADROOM_BYTES
-    if config.num_blocks is not None or config.kv_cache_memory is not None:
-        return 0
-    num_rows = min(config.prefill_chunk_size, config.max_num_batched_tokens)
     mx.clear_cache()
     mx.reset_peak_memory()
     before = mx.get_active_memory()
@@ -103,7 +148,7 @@ def measure_headroom(adapter: ModelAdapter, config: EngineConfig, writer: PoolWr
         limits.undo()
     peak = mx.get_peak_memory() - before
     mx.clear_cache()
-    return _RUNNING_AHEAD * peak * -(-config.max_num_batched_tokens // num_rows)
+    return peak
 
 
 def memory_limit(config: EngineConfig, parameter_bytes: int) -> int | None:

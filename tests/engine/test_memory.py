@@ -11,9 +11,11 @@ from pagedmlx.engine.memory import (
     KEPT_BYTES,
     MAX_CPU_POOL_BYTES,
     MIN_SLAB_BYTES,
+    MIN_STEP_TOKENS,
     STATE_ONLY_TOKENS,
     PoolPlan,
     device_memory_bytes,
+    fit_step,
     plan_pool,
 )
 from pagedmlx.errors import InvalidRequestError
@@ -158,3 +160,31 @@ def test_blocks_that_take_no_memory_leave_it_all_to_states():
 def test_a_state_that_does_not_fit_is_refused_with_the_numbers():
     with pytest.raises(InvalidRequestError, match=f"state of {STATES.state_bytes}"):
         plan(layout=STATES, kv_cache_memory=50 * BLOCK_BYTES)
+
+
+@pytest.mark.parametrize(
+    ("spare", "tokens", "chunk"),
+    [
+        (4 * 2 * 2048, 2048, 512),  # half of it is twice what four chunks need
+        (4 * 2 * 2048 - 1, 1024, 512),
+        (2048, 512 // 2, 512 // 2),
+        (1, MIN_STEP_TOKENS, MIN_STEP_TOKENS),
+    ],
+)
+def test_steps_leave_half_of_the_memory_to_the_pool(spare: int, tokens: int, chunk: int):
+    tried: list[int] = []
+
+    def measure(num_rows: int) -> int:
+        tried.append(num_rows)
+        return 2 * num_rows
+
+    config, headroom = fit_step(EngineConfig(), spare, measure)
+    assert (config.max_num_batched_tokens, config.prefill_chunk_size) == (tokens, chunk)
+    assert headroom == 2 * 2 * tokens
+    assert tried == sorted(set(tried), reverse=True)
+    assert tried[-1] == chunk
+
+
+def test_steps_that_were_small_already_stay_as_they_are():
+    config = EngineConfig(max_num_batched_tokens=5, prefill_chunk_size=3)
+    assert fit_step(config, 0, lambda rows: rows) == (config, 2 * 3 * 2)
