@@ -15,9 +15,9 @@ from pagedmlx.core.groups import KVGroup, KVGroupKind
 from pagedmlx.errors import first_line
 from pagedmlx.kv.layout import KVLayout, LayerShape
 from pagedmlx.kv.store import KVStore
-from pagedmlx.kv.writer import FunctionalWriter
+from pagedmlx.kv.writer import FunctionalWriter, NewRows, Rope
 from pagedmlx.ops import AttentionPath
-from pagedmlx.ops.base import AttentionParams, upload
+from pagedmlx.ops.base import AttentionParams, PagedBatch, upload
 from pagedmlx.ops.in_place import InPlaceWriter
 from pagedmlx.ops.kernels import KernelBackend
 from pagedmlx.ops.launch import Launcher, MLXLauncher, gpu_platform
@@ -82,6 +82,7 @@ class _Case:
     sinks: bool = False
     wave: int = _WHOLE
     prefill: PrefillPath = PrefillPath.KERNEL
+    rope: Rope | None = None
 
 
 _DECODES = ((15, 1), (16, 1), (40, 1), (299, 1))
@@ -94,6 +95,8 @@ _CASES = (
     _Case("prefill, window", "bfloat16", 128, 4, _CHUNKS, 20),
     _Case("prefill by gather", "float16", 64, 3, _CHUNKS, prefill=PrefillPath.GATHER),
     _Case("prefill by rows", "float16", 64, 3, _CHUNKS, prefill=PrefillPath.ROWS),
+    _Case("decode after RoPE", "bfloat16", 128, 4, _DECODES, rope=Rope(128, False, 1e4, 1.0)),
+    _Case("prefill after RoPE", "float16", 64, 3, _CHUNKS, rope=Rope(32, True, 5e5, 0.5)),
 )
 
 
@@ -164,9 +167,8 @@ def _attend(case: _Case, path: AttentionPath) -> np.ndarray:
         values = rng.standard_normal((num_rows, num_heads, case.head_dim), np.float32)
         return mx.array(values).astype(getattr(mx, case.dtype))
 
-    def write(slots: np.ndarray) -> None:
-        keys, values = (normal(len(slots), _NUM_KV_HEADS) for _ in range(2))
-        store.write(0, keys, values, mx.array(slots))
+    def new_rows(num_rows: int) -> list[mx.array]:
+        return [normal(num_rows, _NUM_KV_HEADS) for _ in range(2)]
 
     def slots(spans: list[tuple[int, int]]) -> np.ndarray:
         return np.concatenate(
@@ -177,11 +179,11 @@ def _attend(case: _Case, path: AttentionPath) -> np.ndarray:
             ]
         )
 
-    write(slots([(0, start) for start, _ in case.spans]))
+    past = slots([(0, start) for start, _ in case.spans])
+    store.write(0, *new_rows(len(past)), mx.array(past))
     store.copy_blocks(0, tables[0, :1].copy(), ids[-1:])
     tables[0, 0] = ids[-1]
     step = slots([(start, start + count) for start, count in case.spans])
-    write(step)
     num_heads = _NUM_KV_HEADS * case.factor
     params = AttentionParams(
         scale=case.head_dim**-0.5,
@@ -189,9 +191,42 @@ def _attend(case: _Case, path: AttentionPath) -> np.ndarray:
         sinks=mx.array(np.linspace(-1, 1, num_heads, dtype=np.float32)) if case.sinks else None,
     )
     batch = upload(_batch(case, tables, step))
-    output = path.backend.attend(normal(len(step), num_heads), 0, 0, store, batch, params)
+    keys, values = new_rows(len(step))
+    queries = _write(store, batch, normal(len(step), num_heads), keys, values, case.rope)
+    output = path.backend.attend(queries, 0, 0, store, batch, params)
     store.commit(output)
     return np.array(output.astype(mx.float32))
+
+
+def _write(
+    store: KVStore,
+    batch: PagedBatch,
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    rope: Rope | None,
+) -> mx.array:
+    """Write a step's rows, rotated if need be, and return the queries likewise."""
+    slots = batch.groups[0].slot_mapping
+    if rope is not None:
+        new = NewRows(
+            queries[:, :, None], keys[:, :, None], values[:, :, None], batch.positions, slots
+        )
+        if store.can_rotate:
+            return store.write_rotated(0, new, rope)
+        queries, keys = (
+            mx.fast.rope(
+                array,
+                rope.dims,
+                traditional=rope.traditional,
+                base=rope.base,
+                scale=rope.scale,
+                offset=batch.positions[: len(array)],
+            ).squeeze(2)
+            for array in (new.queries, new.keys)
+        )
+    store.write(0, keys, values, slots)
+    return queries
 
 
 def _batch(case: _Case, tables: np.ndarray, slots: np.ndarray) -> BatchArrays:

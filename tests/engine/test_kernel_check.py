@@ -23,7 +23,7 @@ def test_right_kernels_agree_and_each_of_them_runs():
     report = check_kernels(launcher)
     assert report.ok
     assert report.path == "kernels"
-    for kernel in ("write", "copy_blocks", "decode", "merge", "prefill", "gather"):
+    for kernel in ("write", "copy_blocks", "decode", "merge", "prefill", "gather", "rope_write"):
         assert any(name.startswith(f"paged_{kernel}_") for name in launcher.executed)
 
 
@@ -36,10 +36,20 @@ def test_a_wrong_kernel_is_named_and_gather_expected():
     report = check_kernels(FiberLauncher(change=plant))
     failed = {check.name for check in report.checks if not check.ok}
     assert failed == {
-        *("prefill, float16", "prefill, window, bfloat16", "prefill by rows, float16")
+        *("prefill, float16", "prefill, window, bfloat16", "prefill by rows, float16"),
+        "prefill after RoPE, float16",
     }
     assert (report.ok, report.path) == (False, "gather")
     assert "prefill, float16" in report.reason
+
+
+def test_a_wrong_rotation_is_named():
+    def plant(kernel: Kernel, source: str) -> str:
+        return source.replace("old_x * cosine - old_y * sine", "old_x * cosine + old_y * sine")
+
+    report = check_kernels(FiberLauncher(change=plant))
+    failed = {check.name for check in report.checks if not check.ok}
+    assert failed == {"decode after RoPE, bfloat16", "prefill after RoPE, float16"}
 
 
 def test_a_kernel_that_does_not_compile_hides_no_other():
