@@ -180,7 +180,8 @@ def _attend(case: _Case, path: AttentionPath) -> np.ndarray:
         )
 
     past = slots([(0, start) for start, _ in case.spans])
-    store.write(0, *new_rows(len(past)), mx.array(past))
+    keys, values = new_rows(len(past))
+    store.write(0, keys, values, mx.array(past))
     store.copy_blocks(0, tables[0, :1].copy(), ids[-1:])
     tables[0, 0] = ids[-1]
     step = slots([(start, start + count) for start, count in case.spans])
