@@ -79,6 +79,8 @@ class KVStore:
         self.num_blocks = [self._in_slabs(group, 1) for group in range(len(max_blocks))]
         self.dtype: mx.Dtype = getattr(mx, layout.dtype)
         self._writer = writer or FunctionalWriter()
+        # Looked up once: to ask a protocol takes longer than to launch a kernel.
+        self._rotating_writer = self._writer if isinstance(self._writer, RotatingWriter) else None
         self._token = self._writer.first_token()
         self._unwritten: Unwritten | None = None
         self._newest: Unwritten | None = None
@@ -106,7 +108,7 @@ class KVStore:
     @property
     def can_rotate(self) -> bool:
         """Whether there is ``write_rotated``."""
-        return isinstance(self._writer, RotatingWriter)
+        return self._rotating_writer is not None
 
     @property
     def num_bytes(self) -> int:
@@ -195,8 +197,8 @@ class KVStore:
         """
         pool, token = self.bind(layer)
         self._newest = None
-        assert isinstance(self._writer, RotatingWriter)
-        rotated, self._token = self._writer.write_rotated(pool, rows, rope, token)
+        assert self._rotating_writer is not None
+        rotated, self._token = self._rotating_writer.write_rotated(pool, rows, rope, token)
         return rotated
 
     def claim(self, layer: int, dtype: mx.Dtype) -> Unwritten | None:
