@@ -119,9 +119,14 @@ class ModelRunner:
         num_blocks = 1 + max(
             int(ids.max(initial=NO_BLOCK)) for ids in (arrays.block_tables, arrays.copy_dst)
         )
-        if not self._store.has_room(group, num_blocks):
+        if self._store.has_room(group, num_blocks):
+            return
+        try:
             # Growing copies the pool: it pays to do it seldom.
             self._fit(group, max(num_blocks, 2 * self._store.num_blocks[group]))
+        except RuntimeError:  # MLX's word for memory that the device doesn't give
+            mx.clear_cache()
+            self._fit(group, num_blocks)
 
     def _fit(self, group: int, num_blocks: int) -> None:
         if not self._store.fits(group, num_blocks):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from pagedmlx import LLM, SamplingParams
@@ -134,6 +137,36 @@ def test_a_model_answers_the_same_while_its_pool_grows_and_shrinks(
             sizes.append(llm.stats().allocated_bytes)
         assert sizes[0] == sizes[2] == sizes[4] == whole // 16
         assert sizes[0] < sizes[1] == sizes[3] < whole
+
+
+def test_a_pool_that_cannot_double_grows_by_what_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_tiny_folder(tmp_path)
+    prompts = [[6 + (n * 7 + i) % 200 for i in range(60)] for n in range(4)]
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    settings: dict[str, Any] = {"num_blocks": 320, "block_size": 8, "pool_fill": float("nan")}
+    with LLM(str(folder), **settings) as llm:
+        expected = [each.outputs[0].token_ids for each in llm.generate(prompts, params)]
+        whole = llm.stats().allocated_bytes
+    monkeypatch.setattr(memory, "MIN_SLAB_BYTES", 0)
+    slab, full, asked = 320 // 16, mx.full, list[int]()
+
+    def refuse(shape: Sequence[int], *rest: Any) -> mx.array:
+        """The first arrays may grow by more than a slab, then there is no memory any more."""
+        if len(shape) == 4 and shape[0] > slab:
+            asked.append(shape[0])
+            if len(asked) % 3 == 0:
+                raise RuntimeError("[malloc] no")
+        return full(shape, *rest)
+
+    with LLM(str(folder), **settings) as llm:
+        monkeypatch.setattr(mx, "full", refuse)
+        outputs = llm.generate(prompts, params)
+        assert [each.outputs[0].token_ids for each in outputs] == expected
+        # From 20 blocks to 40, and as that can't be 80 to 60.
+        assert asked == 3 * [2 * slab]
+        assert llm.stats().allocated_bytes == whole // 16 * 3
 
 
 def release_now(llm: LLM) -> None:
