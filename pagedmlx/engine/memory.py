@@ -19,14 +19,14 @@ from pagedmlx.models.adapter import ModelAdapter
 from pagedmlx.models.probe import run_dummy_chunk
 
 KEPT_BYTES = 4 << 30
-"""Unless the pool's size is given, it grows no further than this for cached blocks alone."""
+"""Unless the pool's size is given, no more blocks than this are made for cached ones alone."""
 
 MAX_CPU_POOL_BYTES = 1 << 30
 """Largest pool on the CPU unless its size is given."""
 
 MIN_SLAB_BYTES = 16 << 20
 NUM_SLABS = 16
-"""Slabs of a large pool: growing copies it, so fewer cost less time, more less memory."""
+"""Slabs of a large pool: it begins with one, and what it gives back are whole ones."""
 
 WINDOWS_LONG = 4
 MIN_WINDOWED_TOKENS = 1024
@@ -54,7 +54,7 @@ class PoolPlan:
     Attributes:
         num_blocks: Most blocks for each KV group.
         num_kept_blocks: From so many on, cached blocks are evicted before the pool grows.
-        slab_blocks: Blocks by which it grows.
+        slab_blocks: What it has at first; later it has a multiple of them.
         block_bytes: Bytes of one block over all groups.
         pool_bytes: Bytes of all blocks.
         capacity_tokens: Longest sequence that fits when it has the pool to itself.
