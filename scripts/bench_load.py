@@ -62,10 +62,17 @@ def main() -> int:
     common = {"model": options.model, "rounds": len(ROUNDS)}
     num_seqs = max(map(len, cases.values()))
     job = {**common, "system": "mlx-lm", "max_num_seqs": num_seqs, "rounds": 2 * len(names)}
-    with Running(job) as running:
-        for name, jobs in cases.items():
-            theirs[name] = take_rounds(running, jobs, f"{name}, mlx-lm")
-    for name, jobs in cases.items():
+    try:
+        with Running(job) as running:
+            for name, jobs in cases.items():
+                theirs[name] = take_rounds(running, jobs, f"{name}, mlx-lm")
+    except RealRunError as error:  # it may want more memory than there is
+        note(f"mlx-lm: {error}")
+        rest = {name: {"error": f"mlx-lm: {error}"} for name in cases if name not in theirs}
+        report["cases"].update(rest)
+        save(report, options.json)
+    for name in theirs:
+        jobs = cases[name]
         try:
             report["cases"][name] = measure(name, common, jobs, settings, theirs[name])
         except RealRunError as error:  # the other cases are still wanted
