@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from pagedmlx.engine.frames import clear_frames
 from pagedmlx.engine.memory import PoolPlan, plan_pool
 from pagedmlx.errors import (
     InvalidRequestError,
+    KernelError,
     ModelLoadError,
     PagedMLXError,
     UnsupportedModelError,
@@ -21,6 +23,9 @@ from pagedmlx.errors import (
 from pagedmlx.kv.store import KVStore
 from pagedmlx.kv.writer import FunctionalWriter
 from pagedmlx.ops import AttentionPath, attention_paths
+from pagedmlx.ops.in_place import InPlaceWriter
+from pagedmlx.ops.kernels import KernelBackend
+from tests.metal.launcher import FiberLauncher
 from tests.support.tiny_models import save_tiny_folder
 
 
@@ -169,6 +174,29 @@ def test_a_backend_that_fails_the_probe_is_left_for_the_next_and_said_once(
     monkeypatch.setattr(build, "attention_paths", lambda _: (wrong,))
     with pytest.raises(UnsupportedModelError):
         LLM(str(folder), num_blocks=8)
+
+
+def test_kernels_of_which_one_cannot_be_compiled_are_left_for_the_next_path(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def fail(backend: KernelBackend) -> Iterator[float]:
+        assert backend.kinds, "the model has been probed"
+        yield 0.5
+        raise KernelError("decode_d8 fails on this device", hint="do without")
+
+    launcher = FiberLauncher()
+    kernels = AttentionPath(KernelBackend(launcher, 8), InPlaceWriter(launcher))
+    monkeypatch.setattr(build, "attention_paths", lambda _: (kernels, *attention_paths("gather")))
+    monkeypatch.setattr(build, "compile_kernels", fail)
+    with LLM(str(folder), num_blocks=8) as llm:
+        said = [note for note in llm.load_notes if note.startswith("attention: ")]
+        assert len(llm.generate("abc")[0].outputs[0].token_ids) > 0
+    assert "not by kernels, slower instead: decode_d8 fails" in said[0]
+    assert said[1].startswith("attention: gather")
+    monkeypatch.setattr(build, "attention_paths", lambda _: (kernels,))
+    with pytest.raises(UnsupportedModelError, match="decode_d8") as caught:
+        LLM(str(folder), num_blocks=8)
+    assert caught.value.hint == "do without"
 
 
 def test_kernels_are_refused_where_there_is_no_gpu(folder: Path):
