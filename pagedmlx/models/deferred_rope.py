@@ -110,9 +110,11 @@ class _Watched:
     """Stands in for a rope module in a dry run; what it gives is NaN, wherever that goes."""
 
     def __init__(self) -> None:
+        self.got: list[mx.array] = []
         self.given: list[mx.array] = []
 
     def __call__(self, x: mx.array, *_: Any, **__: Any) -> mx.array:
+        self.got.append(x)
         self.given.append(mx.full(x.shape, float("nan"), x.dtype))
         return self.given[-1]
 
@@ -155,6 +157,8 @@ def _watch(
 def _goes_to_caches(watched: _Watched, rope: Rope, layers: list[WatchedLayer]) -> bool:
     """Whether all that a rope module gave are the keys and the queries of some layers."""
     given = {id(array) for array in watched.given}
+    if len({id(array) for array in watched.got}) < len(given):
+        return False  # a stand-in gives what it got, so the two could not be told apart
     taken: set[int] = set()
     for layer in layers:
         if len(layer.stored) != 1 or len(layer.queries) != 1:
@@ -169,7 +173,8 @@ def _can_rotate(rope: Rope, queries: mx.array, keys: mx.array, values: mx.array)
     """Whether the kernel takes such rows."""
     dims = (keys.shape[3], values.shape[3])
     return (
-        queries.dtype == keys.dtype == values.dtype
+        queries is not keys
+        and queries.dtype == keys.dtype == values.dtype
         and queries.shape[3] == keys.shape[3] >= rope.dims
         and queries.shape[1] % keys.shape[1] == 0
         and all(dim > 0 and dim % 4 == 0 for dim in dims)

@@ -96,7 +96,7 @@ class TokenChooser:
         Args:
             logits: (R, V) for ``host.sample_rows``.
             host: The step.
-            token_ids: (T,) int32; its tokens, those that only the device knows too.
+            token_ids: (T or more,) int32; its tokens, those that only the device knows too.
         """
         sampling = list(range(len(host.sample_rows)))
         if len(host.prompt_places):

@@ -166,6 +166,15 @@ def twice(rope: Any, q: mx.array, k: mx.array, v: mx.array, at: Any) -> Rows:
     return rope(rope(q, offset=at), offset=at), rope(rope(k, offset=at), offset=at), v, 1.0
 
 
+def one_for_both(rope: Any, q: mx.array, k: mx.array, v: mx.array, at: Any) -> Rows:
+    q = rope(q, offset=at)
+    return q, q, mx.repeat(v, 2, axis=1), 1.0
+
+
+def from_one(rope: Any, q: mx.array, k: mx.array, v: mx.array, at: Any) -> Rows:
+    return rope(q, offset=at), rope(q, offset=at), mx.repeat(v, 2, axis=1), 1.0
+
+
 def one_on(rope: Any, q: mx.array, k: mx.array, v: mx.array, at: Any) -> Rows:
     return rope(q, offset=at + 1), rope(k, offset=at + 1), v, 1.0
 
@@ -186,7 +195,9 @@ def test_what_goes_straight_to_the_cache_is_deferred(change: Callable[..., Rows]
     assert result.error < 1e-4
 
 
-@pytest.mark.parametrize("change", [scaled_keys, queries_alone, rotated_values, twice])
+@pytest.mark.parametrize(
+    "change", [scaled_keys, queries_alone, rotated_values, twice, one_for_both, from_one]
+)
 def test_layers_that_do_anything_else_rotate_by_themselves(change: Callable[..., Rows]) -> None:
     num_deferred, result = probe(odd_model(change))
     assert num_deferred == NUM_LAYERS - 2
