@@ -119,9 +119,13 @@ class ModelRunner:
         num_blocks = 1 + max(
             int(ids.max(initial=NO_BLOCK)) for ids in (arrays.block_tables, arrays.copy_dst)
         )
-        if not self._store.has_room(group, num_blocks):
-            # Growing copies the pool: it pays to do it seldom.
+        if self._store.has_room(group, num_blocks):
+            return
+        try:
+            # Growing copies the pool, so it pays to do it seldom.
             self._fit(group, max(num_blocks, 2 * self._store.num_blocks[group]))
+        except RuntimeError:  # MLX's, of memory
+            self._fit(group, num_blocks)
 
     def _fit(self, group: int, num_blocks: int) -> None:
         if not self._store.fits(group, num_blocks):
