@@ -9,7 +9,6 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -19,54 +18,16 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import mlx.core as mx
-import numpy as np
 
-from pagedmlx.core.batch import BatchArrays, GroupArrays
-from pagedmlx.core.groups import KVGroup, KVGroupKind
 from pagedmlx.engine.memory import device_memory_bytes
-from pagedmlx.kv.layout import AxisOrder, KVLayout, LayerShape
-from pagedmlx.kv.store import KVStore
+from pagedmlx.kv.layout import AxisOrder
 from pagedmlx.kv.writer import NewRows, Rope
-from pagedmlx.ops.base import AttentionParams, PagedBatch, upload
-from pagedmlx.ops.in_place import InPlaceWriter
-from pagedmlx.ops.kernels import KernelBackend
-from pagedmlx.ops.launch import MLXLauncher, gpu_platform
+from pagedmlx.ops.base import upload
+from pagedmlx.ops.launch import gpu_platform
 from pagedmlx.ops.variants import DecodePath
+from scripts.kernel_layers import CHAIN, ROUNDS, STEPS, Layers, Shape, best, measure_ceiling, normal
 from scripts.report import save
 from scripts.trace import trace
-
-BLOCK_SIZE = 16
-CHAIN = 32
-"""Calls that depend on each other in one step, as the layers of a model do."""
-STEPS = 6
-"""Steps that are dispatched before any is waited for."""
-ROUNDS = 5
-# Twice what the largest level-2 cache of the GPUs measured holds, twice.
-ROTATED_BYTES = 256 << 20
-_EMPTY = np.empty(0, np.int32)
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Sequences by their contexts, all of which begin with ``shared`` tokens, and the heads."""
-
-    name: str
-    contexts: tuple[int, ...]
-    num_heads: int = 32
-    num_kv_heads: int = 8
-    head_dim: int = 128
-    shared: int = 0
-
-    @property
-    def layer_bytes(self) -> int:
-        """K and V that one layer must read."""
-        return (sum(self.contexts) - (len(self.contexts) - 1) * self.shared) * self.token_bytes
-
-    @property
-    def token_bytes(self) -> int:
-        """K and V of a token in one layer, in bf16."""
-        return self.num_kv_heads * self.head_dim * 4
-
 
 MAIN = (
     Shape("16 x 4096", (4096,) * 16),
@@ -161,69 +122,6 @@ def _fits(shape: Shape, padded: bool) -> bool:
     return 4 * tokens * shape.token_bytes <= device_memory_bytes() // 4
 
 
-def measure_ceiling() -> dict[str, float]:
-    """Read bandwidth: 8 large sums in one evaluation, in at most an eighth of the memory."""
-    size = min(1 << 27, device_memory_bytes() // 8 // 8 // 4)
-    arrays = [mx.full((size,), 1.0, mx.float32) for _ in range(8)]
-    mx.eval(arrays)
-
-    def once() -> None:
-        mx.eval([array.sum() for array in arrays])
-
-    return {"gb_per_s": round(sum(array.nbytes for array in arrays) / _best(once, 20) / 1e9)}
-
-
-class Layers:
-    """A pool with enough layers that rotating over them defeats the caches."""
-
-    def __init__(
-        self,
-        shape: Shape,
-        order: AxisOrder = AxisOrder.HEAD_MAJOR,
-        num_rows: int = 1,
-        prefill: str = "auto",
-        decode: str = "auto",
-        cascade: str = "off",
-        columns: int = 1,
-    ) -> None:
-        self.shape = shape
-        self.num_layers = min(64, max(4, -(-ROTATED_BYTES // shape.layer_bytes)))
-        dims = LayerShape(shape.num_kv_heads, shape.head_dim, shape.head_dim)
-        layout = KVLayout(
-            block_size=BLOCK_SIZE,
-            dtype="bfloat16",
-            layers=(dims,) * self.num_layers,
-            groups=(KVGroup(KVGroupKind.FULL, tuple(range(self.num_layers))),),
-            order=order,
-        )
-        spans = [(context - num_rows, num_rows) for context in shape.contexts]
-        self.num_blocks = sum(-(-context // BLOCK_SIZE) for context in shape.contexts)
-        self.launcher = MLXLauncher(_platform())
-        self.store = KVStore(layout, (self.num_blocks,), 0.01, InPlaceWriter(self.launcher))
-        self.host = lay_out(spans, self.num_blocks, shape.shared)
-        self.batch = upload(self.host)
-        mx.eval(self.batch.groups[0].slot_mapping)
-        self.backend = KernelBackend(
-            self.launcher, prefill=prefill, decode=decode, cascade=cascade, columns=columns
-        )
-        self.params = AttentionParams(scale=shape.head_dim**-0.5)
-        self.queries = _normal((self.host.num_rows, shape.num_heads, shape.head_dim))
-        rows = (self.host.num_rows, shape.num_kv_heads, shape.head_dim)
-        self.keys, self.values = _normal(rows), _normal(rows)
-        mx.eval(self.queries, self.keys, self.values)
-
-    def chain(self, batch: PagedBatch, write: bool, length: int = CHAIN) -> mx.array:
-        """A step: each layer's output is the next one's query."""
-        output = self.queries
-        for index in range(length):
-            layer = index % self.num_layers
-            if write:
-                slots = batch.groups[0].slot_mapping
-                self.store.write(layer, self.keys, self.values, slots)
-            output = self.backend.attend(output, layer, 0, self.store, batch, self.params)
-        return output
-
-
 def measure_decode(
     shape: Shape,
     write: bool = False,
@@ -246,7 +144,7 @@ def measure_decode(
                 layers.store.submit(layers.chain(batch, write))
             mx.synchronize()
 
-        result[name] = round(_best(steps) / STEPS / CHAIN * 1e6, 2)
+        result[name] = round(best(steps) / STEPS / CHAIN * 1e6, 2)
     result["host_build_us"] = round(_build_seconds(layers, write) / CHAIN * 1e6, 2)
     result["gb_per_s"] = round(shape.layer_bytes / result["us"] / 1e3)
     return result
@@ -272,7 +170,7 @@ def measure_cascade(shape: Shape) -> dict[str, Any]:
                     layers.store.submit(layers.chain(layers.batch, write=False))
                 mx.synchronize()
 
-            seconds[name].append(_best(steps, 1))
+            seconds[name].append(best(steps, 1))
     result: dict[str, Any] = {"shape": shape.name}
     for name, layers in ways.items():
         result[f"{name}_us"] = round(min(seconds[name]) / STEPS / CHAIN * 1e6, 2)
@@ -307,8 +205,8 @@ def measure_sdpa(shape: Shape, extra: int) -> dict[str, Any]:
     context = shape.contexts[0] + extra
     batch = len(shape.contexts)
     kv_shape = (batch, shape.num_kv_heads, context, shape.head_dim)
-    layers = [(mx.full(kv_shape, 0.01, mx.bfloat16), _normal(kv_shape)) for _ in range(4)]
-    queries = _normal((batch, shape.num_heads, 1, shape.head_dim))
+    layers = [(mx.full(kv_shape, 0.01, mx.bfloat16), normal(kv_shape)) for _ in range(4)]
+    queries = normal((batch, shape.num_heads, 1, shape.head_dim))
     mx.eval(layers, queries)
 
     def steps() -> None:
@@ -325,7 +223,7 @@ def measure_sdpa(shape: Shape, extra: int) -> dict[str, Any]:
     return {
         "shape": shape.name,
         "context": context,
-        "us": round(_best(steps) / STEPS / CHAIN * 1e6, 2),
+        "us": round(best(steps) / STEPS / CHAIN * 1e6, 2),
     }
 
 
@@ -340,14 +238,14 @@ def measure_batch_cache(shape: Shape) -> dict[str, Any]:
     batch = len(shape.contexts)
     new = (batch, shape.num_kv_heads, 1, shape.head_dim)
     old = (batch, shape.num_kv_heads, longest - 1, shape.head_dim)
-    filled = _normal(old)
+    filled = normal(old)
     for cache in caches:
         cache.update_and_fetch(filled, filled)
         mx.eval(cache.keys, cache.values)
     keys, values, queries = (
-        _normal(new),
-        _normal(new),
-        _normal((batch, shape.num_heads, 1, shape.head_dim)),
+        normal(new),
+        normal(new),
+        normal((batch, shape.num_heads, 1, shape.head_dim)),
     )
     mx.eval(keys, values, queries)
 
@@ -364,7 +262,7 @@ def measure_batch_cache(shape: Shape) -> dict[str, Any]:
             mx.async_eval(output)
         mx.synchronize()
 
-    return {"shape": shape.name, "us": round(_best(steps, 3) / STEPS / CHAIN * 1e6, 2)}
+    return {"shape": shape.name, "us": round(best(steps, 3) / STEPS / CHAIN * 1e6, 2)}
 
 
 def measure_prefill(rows: int, cached: int) -> dict[str, Any]:
@@ -388,11 +286,11 @@ def measure_prefill(rows: int, cached: int) -> dict[str, Any]:
             mx.synchronize()
 
         name = f"write_{path}_us" if write else f"{path}_us"
-        result[name] = round(_best(paged) / length * 1e6, 1)
+        result[name] = round(best(paged) / length * 1e6, 1)
 
     kv_shape = (1, shape.num_kv_heads, rows + cached, shape.head_dim)
-    keys, values = _normal(kv_shape), _normal(kv_shape)
-    queries = _normal((1, shape.num_heads, rows, shape.head_dim))
+    keys, values = normal(kv_shape), normal(kv_shape)
+    queries = normal((1, shape.num_heads, rows, shape.head_dim))
     mx.eval(keys, values, queries)
 
     def contiguous() -> None:
@@ -403,7 +301,7 @@ def measure_prefill(rows: int, cached: int) -> dict[str, Any]:
             )
         mx.eval(output)
 
-    result["sdpa_us"] = round(_best(contiguous) / length * 1e6, 1)
+    result["sdpa_us"] = round(best(contiguous) / length * 1e6, 1)
     return result
 
 
@@ -419,7 +317,7 @@ def measure_write(num_rows: int) -> dict[str, Any]:
             layers.store.submit()
         mx.synchronize()
 
-    return {"rows": num_rows, "us": round(_best(steps) / STEPS / CHAIN * 1e6, 2)}
+    return {"rows": num_rows, "us": round(best(steps) / STEPS / CHAIN * 1e6, 2)}
 
 
 def measure_rope(num_rows: int) -> dict[str, Any]:
@@ -430,7 +328,7 @@ def measure_rope(num_rows: int) -> dict[str, Any]:
     shape, store = layers.shape, layers.store
     heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
     ends = [shape.head_dim * sum(heads[:count]) for count in (1, 2, 3)]
-    pieces = mx.split(_normal((num_rows, 1, ends[-1])), ends[:-1], axis=-1)
+    pieces = mx.split(normal((num_rows, 1, ends[-1])), ends[:-1], axis=-1)
     queries, keys, values = (
         piece.reshape(num_rows, 1, count, shape.head_dim).transpose(0, 2, 1, 3)
         for piece, count in zip(pieces, heads, strict=True)
@@ -463,7 +361,7 @@ def measure_rope(num_rows: int) -> dict[str, Any]:
         def step(work: Callable[[int], mx.array] = work) -> None:
             store.commit(*(work(index % layers.num_layers) for index in range(CHAIN)))
 
-        result[f"{name}_us"] = round(_best(step) / CHAIN * 1e6, 2)
+        result[f"{name}_us"] = round(best(step) / CHAIN * 1e6, 2)
         busy = trace(step)
         if busy is not None:
             result[f"{name}_device_us"] = round(busy.seconds / CHAIN * 1e6, 2)
@@ -489,63 +387,6 @@ def measure_peak() -> dict[str, Any]:
         "pool_array_bytes": array_bytes,
         "ok": extra < array_bytes,
     }
-
-
-def lay_out(spans: Sequence[tuple[int, int]], num_blocks: int, shared: int = 0) -> BatchArrays:
-    """Sequences that compute tokens [start, start + count), with shuffled block tables; all begin
-    with the same blocks of ``shared`` tokens.
-    """
-    counts = np.array([count for _, count in spans], np.int32)
-    ends = np.array([start + count for start, count in spans], np.int32)
-    widths = -(-ends // BLOCK_SIZE)
-    ids = np.random.default_rng(0).permutation(num_blocks).astype(np.int32)
-    tables = np.full((len(spans), widths.max()), -1, np.int32)
-    for row, at, width in zip(tables, np.cumsum(widths) - widths, widths, strict=True):
-        row[:width] = ids[at : at + width]
-    tables[:, : shared // BLOCK_SIZE] = tables[0, : shared // BLOCK_SIZE]
-    positions = np.concatenate([np.arange(s, s + n, dtype=np.int32) for s, n in spans])
-    owners = np.repeat(np.arange(len(spans)), counts)
-    blocks = tables[owners, positions // BLOCK_SIZE].astype(np.int64)
-    group = GroupArrays(
-        slot_mapping=blocks * BLOCK_SIZE + positions % BLOCK_SIZE,
-        block_tables=tables,
-        copy_src=_EMPTY,
-        copy_dst=_EMPTY,
-    )
-    query_start_loc = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-    return BatchArrays(
-        sequences=(),
-        num_decodes=int(np.count_nonzero(counts == 1)),
-        token_ids=np.zeros(len(positions), np.int32),
-        positions=positions,
-        query_start_loc=query_start_loc,
-        context_lens=ends,
-        sample_rows=query_start_loc[1:] - 1,
-        sample_sequences=(),
-        unread_rows=_EMPTY,
-        unread_sequences=(),
-        groups=(group,),
-    )
-
-
-def _best(run: Callable[[], None], rounds: int = ROUNDS) -> float:
-    """Seconds of the fastest of some rounds, after two that warm up."""
-    times = []
-    for _ in range(rounds + 2):
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return min(times[2:])
-
-
-def _normal(shape: tuple[int, ...]) -> mx.array:
-    return mx.random.normal(shape).astype(mx.bfloat16)
-
-
-def _platform() -> Any:
-    platform = gpu_platform()
-    assert platform is not None
-    return platform
 
 
 if __name__ == "__main__":

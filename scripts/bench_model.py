@@ -30,7 +30,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.generate import generate_step
 
-from pagedmlx.core.batch import BatchArrays, GroupArrays
+from pagedmlx.core.batch import BatchArrays, batch_of
 from pagedmlx.core.sampling_params import SamplingParams
 from pagedmlx.engine.outputs import Job
 from pagedmlx.kv.store import KVStore
@@ -41,7 +41,7 @@ from pagedmlx.ops import AttentionPath, attention_paths
 from pagedmlx.ops.base import upload
 from pagedmlx.ops.cascade import CascadePath
 from pagedmlx.ops.kernels import KernelBackend
-from scripts.bench_kernels import measure_ceiling
+from scripts.kernel_layers import measure_ceiling
 from scripts.report import note, numbers, save
 from scripts.shapes import load, make_engine
 from scripts.trace import trace
@@ -120,27 +120,12 @@ def lay_out(
 ) -> BatchArrays:
     """One step by hand, single rows first."""
     order = sorted(range(len(spans)), key=lambda s: spans[s][1] > 1)
-    positions = [np.arange(spans[s][0], sum(spans[s])) for s in order]
-    counts = [spans[s][1] for s in order]
-    starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-    rows = list(zip(order, positions, strict=True))
-    slots = [tables[s][p // 16].astype(np.int64) * 16 + p % 16 for s, p in rows]
-    group = GroupArrays(
-        slot_mapping=np.concatenate(slots),
-        block_tables=tables[order],
-        copy_src=np.empty(0, np.int32),
-        copy_dst=np.empty(0, np.int32),
-    )
-    return BatchArrays(
-        sequences=(),
-        num_decodes=counts.count(1),
-        token_ids=np.concatenate([tokens[s][p] for s, p in rows]).astype(np.int32),
-        positions=np.concatenate(positions).astype(np.int32),
-        query_start_loc=starts,
-        context_lens=np.array([sum(spans[s]) for s in order], np.int32),
-        sample_rows=starts[1:] - 1,
-        sample_sequences=(),
-        groups=(group,) * num_groups,
+    computed = [tokens[s][spans[s][0] : sum(spans[s])] for s in order]
+    return batch_of(
+        [spans[s] for s in order],
+        [tables[order]] * num_groups,
+        16,
+        token_ids=np.concatenate(computed).astype(np.int32),
     )
 
 

@@ -50,18 +50,20 @@ def test_the_engine_is_seen_to_share_and_to_wait(tmp_path: Path) -> None:
         assert row["peak_used_blocks"] < row["eight_sequences"]
 
 
-def test_both_systems_carry_the_same_load(tmp_path: Path) -> None:
-    options = ("--scale", "0.02", "--cases", "uneven,cliff")
-    report = run("bench_load.py", tmp_path / "r", *options)
-    for name, requests in (
-        ("uneven", [[327, 2], *[[10, 2]] * 7]),
-        ("cliff", [[600, 5], [100, 5], [2, 5]]),
-    ):
-        case = report["cases"][name]
-        assert case["requests"] == requests
-        for each in ("first", "again"):
-            assert case[each]["outputs_equal"] == len(requests)
-            assert case[each]["times_kv_peak"] < 1
-            assert ("times_one_by_one" in case[each]) == (name == "cliff")
-            num_tokens = case["pagedmlx"][each]["num_output_tokens"]
-            assert num_tokens == sum(count for _, count in requests)
+@pytest.mark.parametrize("once", [True, False])
+def test_both_systems_carry_the_same_load(once: bool, tmp_path: Path) -> None:
+    name, requests = (
+        ("cliff", [[600, 5], [100, 5], [2, 5]]) if once else ("uneven", [[327, 2], *[[10, 2]] * 7])
+    )
+    options = ["--scale", "0.02", "--cases", name, *(["--once"] if once else [])]
+    case = run("bench_load.py", tmp_path / "r", *options)["cases"][name]
+    rounds = ["first"] if once else ["first", "again"]
+    assert case["requests"] == requests
+    assert list(case["pagedmlx"]) == list(case["mlx_lm"]) == rounds
+    for each in rounds:
+        assert case[each]["outputs_equal"] == len(requests)
+        assert case[each]["times_kv_peak"] < 1
+        assert ("times_one_by_one" in case[each]) is once
+        found = case["pagedmlx"][each]
+        assert found["num_output_tokens"] == sum(count for _, count in requests)
+        assert found["counts"]["num_cached_tokens"] == 0

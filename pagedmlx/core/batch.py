@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -89,6 +90,45 @@ class BatchArrays:
         return len(self.token_ids)
 
 
+def batch_of(
+    spans: Iterable[tuple[int, int]],
+    tables: Iterable[Int32Array],
+    block_size: int,
+    *,
+    token_ids: Int32Array | None = None,
+    sequences: tuple[Sequence, ...] = (),
+) -> BatchArrays:
+    """A step without a scheduler, to try a model or kernels; logits of each last row are needed.
+
+    Args:
+        spans: First token and number of tokens that each of S sequences computes, those with a
+            single one first.
+        tables: (S, B) int32 block tables for each KV group.
+        block_size: Tokens in one block.
+        token_ids: (T,) int32; zeros if None.
+        sequences: Whose rows they are, if that matters.
+    """
+    starts, counts = np.array(list(spans), dtype=np.int32).T
+    query_start_loc = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    owners = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+    positions = np.arange(len(owners), dtype=np.int32) - (query_start_loc[:-1] - starts)[owners]
+    nothing = np.empty(0, dtype=np.int32)
+    return BatchArrays(
+        sequences=sequences,
+        num_decodes=int(np.count_nonzero(counts == 1)),
+        token_ids=np.zeros(len(owners), np.int32) if token_ids is None else token_ids,
+        positions=positions,
+        query_start_loc=query_start_loc,
+        context_lens=starts + counts,
+        sample_rows=query_start_loc[1:] - 1,
+        sample_sequences=sequences,
+        groups=tuple(
+            GroupArrays(_slots(each, owners, positions, block_size), each, nothing, nothing)
+            for each in tables
+        ),
+    )
+
+
 def build_batch(step: Step, block_size: int) -> BatchArrays:
     """Lay out a step's tokens, positions, slots and tables.
 
@@ -159,11 +199,17 @@ def _build_group(
     block_tables = np.full((len(tables), max(map(len, tables))), NO_BLOCK, dtype=np.int32)
     for row, table in zip(block_tables, tables, strict=True):
         row[: len(table)] = table
-    blocks = block_tables[owners, positions // block_size].astype(np.int64)
     copies = [copy for copy in step.copies if copy.group == group]
     return GroupArrays(
-        slot_mapping=blocks * block_size + positions % block_size,
+        slot_mapping=_slots(block_tables, owners, positions, block_size),
         block_tables=block_tables,
         copy_src=np.array([copy.src for copy in copies], dtype=np.int32),
         copy_dst=np.array([copy.dst for copy in copies], dtype=np.int32),
     )
+
+
+def _slots(
+    tables: Int32Array, owners: Int32Array, positions: Int32Array, block_size: int
+) -> Int64Array:
+    blocks = tables[owners, positions // block_size].astype(np.int64)
+    return blocks * block_size + positions % block_size

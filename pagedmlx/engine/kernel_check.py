@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from pagedmlx.core.batch import NO_BLOCK, BatchArrays, GroupArrays
+from pagedmlx.core.batch import NO_BLOCK, batch_of
 from pagedmlx.core.groups import KVGroup, KVGroupKind
 from pagedmlx.errors import first_line
 from pagedmlx.kv.layout import KVLayout, LayerShape
@@ -170,30 +170,21 @@ def _attend(case: _Case, path: AttentionPath) -> np.ndarray:
     def new_rows(num_rows: int) -> list[mx.array]:
         return [normal(num_rows, _NUM_KV_HEADS) for _ in range(2)]
 
-    def slots(spans: list[tuple[int, int]]) -> np.ndarray:
-        return np.concatenate(
-            [
-                table[(at := np.arange(*span)) // _BLOCK_SIZE].astype(np.int64) * _BLOCK_SIZE
-                + at % _BLOCK_SIZE
-                for table, span in zip(tables, spans, strict=True)
-            ]
-        )
-
-    past = slots([(0, start) for start, _ in case.spans])
-    keys, values = new_rows(len(past))
-    store.write(0, keys, values, mx.array(past))
+    past = batch_of([(0, start) for start, _ in case.spans], [tables], _BLOCK_SIZE)
+    slots = mx.array(past.groups[0].slot_mapping)
+    keys, values = new_rows(past.num_rows)
+    store.write(0, keys, values, slots)
     store.copy_blocks(0, tables[0, :1].copy(), ids[-1:])
     tables[0, 0] = ids[-1]
-    step = slots([(start, start + count) for start, count in case.spans])
     num_heads = _NUM_KV_HEADS * case.factor
     params = AttentionParams(
         scale=case.head_dim**-0.5,
         window=case.window,
         sinks=mx.array(np.linspace(-1, 1, num_heads, dtype=np.float32)) if case.sinks else None,
     )
-    batch = upload(_batch(case, tables, step))
-    keys, values = new_rows(len(step))
-    queries = _write(store, batch, normal(len(step), num_heads), keys, values, case.rope)
+    batch = upload(batch_of(case.spans, [tables], _BLOCK_SIZE))
+    keys, values = new_rows(batch.num_rows)
+    queries = _write(store, batch, normal(batch.num_rows, num_heads), keys, values, case.rope)
     output = path.backend.attend(queries, 0, 0, store, batch, params)
     store.commit(output)
     return np.array(output.astype(mx.float32))
@@ -228,20 +219,3 @@ def _write(
         )
     store.write(0, keys, values, slots)
     return queries
-
-
-def _batch(case: _Case, tables: np.ndarray, slots: np.ndarray) -> BatchArrays:
-    starts, counts = np.array(case.spans, np.int32).T
-    rows = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-    none = np.empty(0, np.int32)
-    return BatchArrays(
-        sequences=(),
-        num_decodes=int(np.count_nonzero(counts == 1)),
-        token_ids=np.zeros(len(slots), np.int32),
-        positions=np.concatenate([s + np.arange(n, dtype=np.int32) for s, n in case.spans]),
-        query_start_loc=rows,
-        context_lens=starts + counts,
-        sample_rows=rows[1:] - 1,
-        sample_sequences=(),
-        groups=(GroupArrays(slots, tables, copy_src=none, copy_dst=none),),
-    )

@@ -122,10 +122,9 @@ class ModelRunner:
         if self._store.has_room(group, num_blocks):
             return
         try:
-            # Growing copies the pool: it pays to do it seldom.
+            # Growing copies the pool, so it pays to do it seldom.
             self._fit(group, max(num_blocks, 2 * self._store.num_blocks[group]))
-        except RuntimeError:  # MLX's word for memory that the device doesn't give
-            mx.clear_cache()
+        except RuntimeError:  # MLX's, of memory
             self._fit(group, num_blocks)
 
     def _fit(self, group: int, num_blocks: int) -> None:

@@ -5,9 +5,6 @@ Which blocks a sequence holds is the core's business; how they are attended to i
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -16,6 +13,7 @@ import numpy.typing as npt
 
 from pagedmlx.core.batch import NO_BLOCK, GroupArrays
 from pagedmlx.kv.layout import AxisOrder, KVLayout
+from pagedmlx.kv.resize import freed_at_once, with_length
 from pagedmlx.kv.states import StateStore
 from pagedmlx.kv.writer import (
     FunctionalWriter,
@@ -25,9 +23,6 @@ from pagedmlx.kv.writer import (
     Rope,
     RotatingWriter,
 )
-
-# MLX has one cache for the process, and engines may resize their pools on their own threads.
-_LOCK = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,27 +145,13 @@ class KVStore:
         arrays = [pool.keys, pool.values]
         del pool
         try:
-            with _freed_at_once():
+            with freed_at_once():
                 for index, array in enumerate(arrays):
-                    arrays[index] = self._with_length(array, num_blocks)
+                    arrays[index] = with_length(array, num_blocks, self._fill)
                     del array
         finally:
             keys, values = arrays
             self._pools[layer] = self._writer.adopt(LayerPool(keys, values, self.layout.order))
-
-    def _with_length(self, array: mx.array, num_blocks: int) -> mx.array:
-        extra = num_blocks - array.shape[0]
-        if extra == 0:
-            return array
-        if extra > 0:
-            more = mx.full((extra, *array.shape[1:]), self._fill, self.dtype)
-            changed = mx.concatenate([array, more])
-        else:
-            # A slice would keep the whole array.
-            changed = mx.take(array, mx.arange(num_blocks), axis=0)
-        mx.eval(changed)
-        mx.synchronize()
-        return changed
 
     def write(self, layer: int, keys: mx.array, values: mx.array, slots: mx.array) -> None:
         """Store one K and one V row per token; reads that are asked for later see them.
@@ -406,20 +387,6 @@ def _gather_rows(pool: mx.array, rows: mx.array) -> mx.array:
 def _after(done: mx.array, token: mx.array) -> mx.array:
     """The same token, but known only once ``done`` is. One launch, and no constant to upload."""
     return mx.bitwise_xor(done, done) + token
-
-
-@contextmanager
-def _freed_at_once() -> Iterator[None]:
-    """What is freed within is not kept for arrays of its size, of which there will be none.
-
-    What MLX keeps already stays: the next step's arrays would else have to be allocated anew.
-    """
-    with _LOCK:
-        limit = mx.set_cache_limit(mx.get_cache_memory())
-        try:
-            yield
-        finally:
-            mx.set_cache_limit(limit)
 
 
 def _check_range(what: str, ids: npt.NDArray[np.integer], limit: int) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from mlx_lm.models.cache import make_prompt_cache
 
-from pagedmlx.core.batch import NO_BLOCK, BatchArrays, GroupArrays
+from pagedmlx.core.batch import NO_BLOCK, batch_of
 from pagedmlx.core.request import Request
 from pagedmlx.core.sampling_params import SamplingParams
 from pagedmlx.core.sequence import Sequence
@@ -180,40 +180,22 @@ def _step(adapter: ModelAdapter, store: KVStore, parts: list[tuple[_Probe, Token
         store: The pool.
         parts: Sequences with their tokens, those with a single one first or none of them.
     """
-    block_size = adapter.layout.block_size
-    counts = np.array([len(tokens) for _, tokens in parts], np.int32)
-    ends = np.array([probe.start + len(tokens) for probe, tokens in parts], np.int32)
-    positions = np.concatenate(
-        [np.arange(end - count, end) for end, count in zip(ends, counts, strict=True)]
-    ).astype(np.int32)
-    widths = -(-ends // block_size)
-    block_tables = np.full((len(parts), widths.max()), NO_BLOCK, np.int32)
-    for row, (probe, _), width in zip(block_tables, parts, widths, strict=True):
+    spans = [(probe.start, len(tokens)) for probe, tokens in parts]
+    widths = [-(-sum(span) // adapter.layout.block_size) for span in spans]
+    table = np.full((len(parts), max(widths)), NO_BLOCK, np.int32)
+    for row, (probe, _), width in zip(table, parts, widths, strict=True):
         row[:width] = probe.table[:width]
-    blocks = block_tables[np.repeat(np.arange(len(parts)), counts), positions // block_size]
-    group = GroupArrays(
-        slot_mapping=blocks.astype(np.int64) * block_size + positions % block_size,
-        block_tables=block_tables,
-        copy_src=np.empty(0, np.int32),
-        copy_dst=np.empty(0, np.int32),
-    )
-    query_start_loc = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-    sequences = tuple(probe.sequence for probe, _ in parts)
-    host = BatchArrays(
-        sequences=sequences,
-        num_decodes=int(np.count_nonzero(counts == 1)),
+    host = batch_of(
+        spans,
+        [table] * len(adapter.layout.groups),
+        adapter.layout.block_size,
         token_ids=np.concatenate([tokens for _, tokens in parts]).astype(np.int32),
-        positions=positions,
-        query_start_loc=query_start_loc,
-        context_lens=ends,
-        sample_rows=query_start_loc[1:] - 1,
-        sample_sequences=sequences,
-        groups=(group,) * len(adapter.layout.groups),
+        sequences=tuple(probe.sequence for probe, _ in parts),
     )
     logits = adapter.forward(upload(host), store)
     store.submit(logits)
-    for (probe, _), end in zip(parts, ends, strict=True):
-        probe.start = int(end)
+    for probe, tokens in parts:
+        probe.start += len(tokens)
     return logits
 
 

@@ -6,7 +6,6 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from pagedmlx.core.batch import BatchArrays, GroupArrays
 from pagedmlx.core.groups import KVGroup, KVGroupKind
 from pagedmlx.kv.layout import AxisOrder, KVLayout, LayerShape
 from pagedmlx.kv.store import KVStore
@@ -89,31 +88,3 @@ class TrialLayer:
         output = output.astype(mx.float32)
         self._store.commit(output)
         return np.array(output)
-
-
-def lay_out(
-    tables: npt.NDArray[np.int32], ends: npt.NDArray[np.int32], num_rows: int, block_size: int
-) -> BatchArrays:
-    """Sequences that end there and compute so many rows each, in blocks of these tables."""
-    count = len(tables)
-    positions = (ends[:, None] - num_rows + np.arange(num_rows)).astype(np.int32)
-    blocks = np.take_along_axis(tables, positions // block_size, axis=1).astype(np.int64)
-    starts = num_rows * np.arange(count + 1, dtype=np.int32)
-    nothing = np.empty(0, np.int32)
-    group = GroupArrays(
-        slot_mapping=(blocks * block_size + positions % block_size).ravel(),
-        block_tables=tables,
-        copy_src=nothing,
-        copy_dst=nothing,
-    )
-    return BatchArrays(
-        sequences=(),
-        num_decodes=count if num_rows == 1 else 0,
-        token_ids=np.zeros(count * num_rows, np.int32),
-        positions=positions.ravel(),
-        query_start_loc=starts,
-        context_lens=ends,
-        sample_rows=starts[1:] - 1,
-        sample_sequences=(),
-        groups=(group,),
-    )

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 import mlx.core as mx
 import numpy as np
 
+from pagedmlx.core.batch import batch_of
 from pagedmlx.errors import KernelError, first_line
 from pagedmlx.ops.base import upload
 from pagedmlx.ops.cascade import CascadePath
@@ -21,7 +22,7 @@ from pagedmlx.ops.kernels import KernelBackend
 from pagedmlx.ops.launch import Launcher, Platform
 from pagedmlx.ops.prefill import prefill_variant
 from pagedmlx.ops.prefill_path import PrefillPath
-from pagedmlx.ops.trial import TrialLayer, lay_out
+from pagedmlx.ops.trial import TrialLayer
 from pagedmlx.ops.variants import MAX_ROWS, DecodeVariant
 
 SHAPES = ((16, 8192), (16, 4096), (16, 2048), (8, 2048), (8, 1024), (4, 1024))
@@ -143,7 +144,7 @@ def _compare_prefills(backend: KernelBackend, base: DecodeVariant) -> None:
     end = num_blocks * base.pool.block_size
     layer = TrialLayer(backend.launcher, base, num_blocks, num_rows)
     layer.write(0)
-    batch = upload(lay_out(tables, np.array([end], np.int32), num_rows, base.pool.block_size))
+    batch = upload(batch_of([(end - num_rows, num_rows)], [tables], base.pool.block_size))
     found = [
         layer.attend(KernelBackend(backend.launcher, backend.wave, prefill=way), batch, 1)
         for way in sorted(ways)
@@ -165,7 +166,7 @@ def _plan_chunks(backend: KernelBackend, base: DecodeVariant, chunk: int, max_le
     for num_tokens in range(2 * chunk, max_len + 1, chunk):
         tables = np.arange(num_tokens // block_size, dtype=np.int32)[None]
         layer = TrialLayer(backend.launcher, base, tables.size, chunk)
-        batch = upload(lay_out(tables, np.array([num_tokens], np.int32), chunk, block_size))
+        batch = upload(batch_of([(num_tokens - chunk, chunk)], [tables], block_size))
         layer.attend(gather, batch, 1)
         backend.note_chunk_plan(base, chunk, num_tokens)
 
@@ -176,8 +177,7 @@ def _gain(launcher: Launcher, wave: int, base: DecodeVariant, count: int, shared
     common = np.arange(shared // block_size)
     own = len(common) + np.arange(count * _NUM_OWN // block_size).reshape(count, -1)
     tables = np.concatenate([np.tile(common, (count, 1)), own], axis=1).astype(np.int32)
-    ends = np.full(count, shared + _NUM_OWN, np.int32)
-    batch = upload(lay_out(tables, ends, 1, block_size))
+    batch = upload(batch_of([(shared + _NUM_OWN - 1, 1)] * count, [tables], block_size))
     layer = TrialLayer(launcher, base, int(tables.max()) + 1, count)
     backends = [
         KernelBackend(launcher, wave, cascade=path) for path in (CascadePath.OFF, CascadePath.ON)
