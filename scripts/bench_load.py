@@ -64,10 +64,17 @@ def main() -> int:
     rounds = ROUNDS[:1] if options.once else ROUNDS
     common = {"model": options.model, "rounds": len(rounds) * len(names)}
     num_seqs = max(map(len, cases.values()))
-    with Running({**common, "system": "mlx-lm", "max_num_seqs": num_seqs}) as running:
-        for name, jobs in cases.items():
-            theirs[name] = take_rounds(running, jobs, rounds, f"{name}, mlx-lm")
-    for name, jobs in cases.items():
+    try:
+        with Running({**common, "system": "mlx-lm", "max_num_seqs": num_seqs}) as running:
+            for name, jobs in cases.items():
+                theirs[name] = take_rounds(running, jobs, rounds, f"{name}, mlx-lm")
+    except RealRunError as error:  # it may want more memory than there is
+        note(f"mlx-lm: {error}")
+        rest = {name: {"error": f"mlx-lm: {error}"} for name in cases if name not in theirs}
+        report["cases"].update(rest)
+        save(report, options.json)
+    for name in theirs:
+        jobs = cases[name]
         try:
             report["cases"][name] = measure(name, common, jobs, settings, theirs[name])
         except RealRunError as error:  # the other cases are still wanted
