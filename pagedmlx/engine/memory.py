@@ -138,6 +138,7 @@ def _measure_chunk(adapter: ModelAdapter, num_rows: int, writer: PoolWriter) -> 
     MLX waits for the device meanwhile, so that it is what a step can't do without; with as much
     again it can run ahead a little.
     """
+    adapter.rest()
     mx.clear_cache()
     mx.reset_peak_memory()
     before = mx.get_active_memory()

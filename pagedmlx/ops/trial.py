@@ -77,12 +77,22 @@ class TrialLayer:
             self._store.commit(attend_decode(self._launcher, *arguments))
 
     def attend(
-        self, backend: KernelBackend, batch: PagedBatch, times: int
+        self, backend: KernelBackend, batch: PagedBatch, times: int, *, from_pool: bool = False
     ) -> npt.NDArray[np.float32]:
-        """Write and attend so many times, each depending on the one before; the last output."""
+        """Write and attend so many times, each depending on the one before; the last output.
+
+        Args:
+            backend: Attends.
+            batch: For this layer's blocks and rows.
+            times: How often.
+            from_pool: Read the rows' K and V from the pool too, as where only the pool has them
+                rotated.
+        """
         queries = output = self._queries
         for _ in range(times):
             self._store.write(0, self._keys, self._values, batch.groups[0].slot_mapping)
+            if from_pool:
+                self._store.commit()
             output = backend.attend(queries, 0, 0, self._store, batch, self._params)
             queries = self._queries + output[..., :1]
         output = output.astype(mx.float32)

@@ -162,12 +162,11 @@ def _plan_chunks(backend: KernelBackend, base: DecodeVariant, chunk: int, max_le
     if not backend.can_plan_chunks(base) or chunk % block_size:
         return
     gather = KernelBackend(backend.launcher, backend.wave, prefill=PrefillPath.GATHER)
-    # A first chunk is not gathered, and has a shape of its own.
-    for num_tokens in range(2 * chunk, max_len + 1, chunk):
+    for num_tokens in range(chunk, max_len + 1, chunk):
         tables = np.arange(num_tokens // block_size, dtype=np.int32)[None]
         layer = TrialLayer(backend.launcher, base, tables.size, chunk)
         batch = upload(batch_of([(num_tokens - chunk, chunk)], [tables], block_size))
-        layer.attend(gather, batch, 1)
+        layer.attend(gather, batch, 1, from_pool=True)
         backend.note_chunk_plan(base, chunk, num_tokens)
 
 
