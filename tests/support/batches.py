@@ -24,12 +24,9 @@ def make_batch(
     counts = [count for _, count in spans]
     num_decodes = counts.count(1)
     assert counts[:num_decodes] == [1] * num_decodes, "single-row sequences come first"
-    return batch_of(
-        spans,
-        [_make_table(spans, block_size, num_blocks, rng) for _ in range(num_groups)],
-        block_size,
-        token_ids=rng.integers(0, 256, sum(counts), dtype=np.int32),
-    )
+    token_ids = rng.integers(0, 256, sum(counts), dtype=np.int32)
+    tables = [_make_table(spans, block_size, num_blocks, rng) for _ in range(num_groups)]
+    return batch_of(spans, tables, block_size, token_ids=token_ids)
 
 
 def slots_of(
