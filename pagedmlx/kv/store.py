@@ -163,6 +163,10 @@ class KVStore:
             slots: (T,) int64, all distinct and within the pool; see ``check``.
         """
         self._flush()
+        if self._token is None:
+            # A view of a larger product would keep all of it until the step's end, when this is
+            # written; what is attended to meanwhile is the copy.
+            keys, values = mx.contiguous(keys), mx.contiguous(values)
         rows = self._newest = Unwritten(layer, keys, values, slots)
         if self._token is None:
             self._write(rows)

@@ -15,9 +15,13 @@ import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
+from pagedmlx.models.adapter import ModelAdapter
 from pagedmlx.models.fused import JoinedLinear, LinearPart, fuse_projections
 from pagedmlx.models.loader import LoadedModel
+from pagedmlx.models.probe import run_dummy_chunk
 from pagedmlx.models.weights import named_parameters
+from pagedmlx.ops import make_backend
+from tests.support import tiny_models
 from tests.support.greedy import Runs, run_every_way
 from tests.support.tiny_models import (
     CONFIGS,
@@ -316,3 +320,22 @@ def test_a_layer_that_others_use_too_keeps_its_weights() -> None:
     before = np.array(model.spare.weight)
     fuse_projections(model)
     np.testing.assert_array_equal(np.array(model.spare.weight), before)
+
+
+def test_a_prompt_takes_little_more_memory_than_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that wait to be written at the step's end keep no product of several layers."""
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 16}
+    deep = {**CONFIGS["llama"], **heads, "num_hidden_layers": 24}
+    monkeypatch.setitem(tiny_models.CONFIGS, "llama", deep)
+    peaks = []
+    for fuse in (False, True):
+        loaded = tiny_model("llama")
+        if fuse:
+            assert fuse_projections(loaded.model) == 3 * 24
+        with ModelAdapter(loaded, make_backend("gather"), block_size=8) as adapter:
+            mx.synchronize()
+            before = mx.get_active_memory()
+            mx.reset_peak_memory()
+            run_dummy_chunk(adapter, 512)
+            peaks.append(mx.get_peak_memory() - before)
+    assert peaks[1] < 1.2 * peaks[0]
