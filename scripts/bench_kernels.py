@@ -341,18 +341,8 @@ def measure_rope(num_rows: int) -> dict[str, Any]:
         return store.write_rotated(layer, NewRows(queries, keys, values, positions, slots), rope)
 
     def apart(layer: int) -> mx.array:
-        rotated_queries, rotated_keys = (
-            mx.fast.rope(
-                rows,
-                rope.dims,
-                traditional=False,
-                base=rope.base,
-                scale=1.0,
-                offset=positions[:num_rows],
-            )
-            for rows in (queries, keys)
-        )
-        store.write(layer, rotated_keys.squeeze(2), values.squeeze(2), slots)
+        rotated_queries, rotated_keys = (rope.rotate(rows, positions) for rows in (queries, keys))
+        store.write(layer, rotated_keys, values.squeeze(2), slots)
         return rotated_queries
 
     result: dict[str, Any] = {"rows": num_rows}

@@ -206,16 +206,6 @@ def _write(
         )
         if store.can_rotate:
             return store.write_rotated(0, new, rope)
-        queries, keys = (
-            mx.fast.rope(
-                array,
-                rope.dims,
-                traditional=rope.traditional,
-                base=rope.base,
-                scale=rope.scale,
-                offset=batch.positions[: len(array)],
-            ).squeeze(2)
-            for array in (new.queries, new.keys)
-        )
+        queries, keys = (rope.rotate(rows, batch.positions) for rows in (new.queries, new.keys))
     store.write(0, keys, values, slots)
     return queries

@@ -52,6 +52,26 @@ class Rope:
     scale: float
     freqs: mx.array | None = field(default=None, compare=False)
 
+    def rotate(self, rows: mx.array, positions: mx.array) -> mx.array:
+        """Do it by MLX itself.
+
+        Args:
+            rows: (T, heads, 1, head_dim).
+            positions: (T or more,) int32.
+
+        Returns:
+            (T, heads, head_dim).
+        """
+        return mx.fast.rope(
+            rows,
+            self.dims,
+            traditional=self.traditional,
+            base=self.base,
+            scale=self.scale,
+            offset=positions[: len(rows)],
+            freqs=self.freqs,
+        ).squeeze(2)
+
 
 @dataclass(frozen=True, slots=True)
 class NewRows:

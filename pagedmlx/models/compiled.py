@@ -16,7 +16,8 @@ import numpy as np
 
 from pagedmlx.core.batch import BatchArrays, Int32Array
 from pagedmlx.kv.store import KVStore
-from pagedmlx.ops.base import MIN_ELEMENTS, GroupBatch, PagedBatch, padded
+from pagedmlx.ops.base import GroupBatch, PagedBatch, padded
+from pagedmlx.ops.launch import MIN_ELEMENTS
 
 MAX_GRAPHS = 32
 """Graphs kept, the least recently used given up first."""

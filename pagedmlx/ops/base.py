@@ -10,9 +10,7 @@ import numpy as np
 
 from pagedmlx.core.batch import NO_BLOCK, BatchArrays, Int32Array
 from pagedmlx.kv.store import KVStore
-
-MIN_ELEMENTS = 8
-"""MLX declares an array of fewer differently, which would be another kernel."""
+from pagedmlx.ops.launch import MIN_ELEMENTS
 
 
 @dataclass(frozen=True, slots=True)

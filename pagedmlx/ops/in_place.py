@@ -10,13 +10,11 @@ import numpy.typing as npt
 
 from pagedmlx.kv.layout import AxisOrder, KVLayout
 from pagedmlx.kv.writer import LayerPool, NewRows, Rope
-from pagedmlx.ops.launch import Launch, Launcher
+from pagedmlx.ops.launch import MIN_ELEMENTS, Launch, Launcher
 from pagedmlx.ops.rope_write import RopeWriteVariant, heads_per_thread
 from pagedmlx.ops.variants import COPY_THREADS, CopyVariant, PoolShape, WriteVariant
 
 _NOWHERE = -1
-# MLX declares an array of fewer elements differently, which would be another kernel.
-_MIN_ELEMENTS = 8
 _THREADS = 256
 
 
@@ -37,7 +35,7 @@ class InPlaceWriter:
 
     def first_token(self) -> mx.array:
         """See ``PoolWriter.first_token``."""
-        return mx.zeros(_MIN_ELEMENTS, mx.int32)
+        return mx.zeros(MIN_ELEMENTS, mx.int32)
 
     def adopt(self, pool: LayerPool) -> LayerPool:
         """See ``PoolWriter.adopt``."""
@@ -60,9 +58,9 @@ class InPlaceWriter:
             Launch(
                 variant.kernel,
                 [keys, values, *pool.bound, self._padded(slots), token],
-                max(threads, _MIN_ELEMENTS),
+                max(threads, MIN_ELEMENTS),
                 _THREADS,
-                [(_MIN_ELEMENTS,)],
+                [(MIN_ELEMENTS,)],
                 [mx.int32],
             )
         )[0]
@@ -81,9 +79,9 @@ class InPlaceWriter:
             Launch(
                 variant.kernel,
                 inputs,
-                max(num_rows * variant.row_threads, _MIN_ELEMENTS),
+                max(num_rows * variant.row_threads, MIN_ELEMENTS),
                 _THREADS,
-                [(num_rows, num_heads, head_dim), (_MIN_ELEMENTS,)],
+                [(num_rows, num_heads, head_dim), (MIN_ELEMENTS,)],
                 [rows.queries.dtype, mx.int32],
             )
         )
@@ -100,7 +98,7 @@ class InPlaceWriter:
         assert token is not None
         if np.isin(dst, src).any():
             return self._copy_through_buffers(pools, src, dst, token)
-        pairs = np.full((max(len(src), _MIN_ELEMENTS // 2), 2), _NOWHERE, dtype=np.int32)
+        pairs = np.full((max(len(src), MIN_ELEMENTS // 2), 2), _NOWHERE, dtype=np.int32)
         pairs[: len(src), 0] = src
         pairs[: len(src), 1] = dst
         uploaded = mx.array(pairs)
@@ -111,7 +109,7 @@ class InPlaceWriter:
                     [*pool.bound, uploaded, token],
                     len(pairs) * COPY_THREADS,
                     COPY_THREADS,
-                    [(_MIN_ELEMENTS,)],
+                    [(MIN_ELEMENTS,)],
                     [mx.int32],
                 )
             )[0]
@@ -165,10 +163,10 @@ class InPlaceWriter:
 
     def _padded(self, slots: mx.array) -> mx.array:
         """The slots with at least 8 elements; made once for all layers of a step."""
-        if slots.size >= _MIN_ELEMENTS:
+        if slots.size >= MIN_ELEMENTS:
             return slots
         if self._slots is None or self._slots[0] is not slots:
-            padding = mx.full((_MIN_ELEMENTS - slots.size,), _NOWHERE, slots.dtype)
+            padding = mx.full((MIN_ELEMENTS - slots.size,), _NOWHERE, slots.dtype)
             self._slots = (slots, mx.concatenate([slots, padding]))
         return self._slots[1]
 

@@ -17,6 +17,9 @@ MAX_THREADGROUP_BYTES = 32 * 1024
 
 SIMD_WIDTH = 32
 
+MIN_ELEMENTS = 8
+"""MLX declares an array of fewer differently to a kernel, which would be another kernel."""
+
 
 class Platform(StrEnum):
     """Whose compiler takes the kernels."""

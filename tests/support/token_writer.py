@@ -61,18 +61,7 @@ class RotatingTokenWriter:
     def write_rotated(
         self, pool: LayerPool, rows: NewRows, rope: Rope, token: mx.array
     ) -> tuple[mx.array, mx.array]:
-        queries, keys = (
-            mx.fast.rope(
-                each,
-                rope.dims,
-                traditional=rope.traditional,
-                base=rope.base,
-                scale=rope.scale,
-                offset=rows.positions[: len(each)],
-                freqs=rope.freqs,
-            ).squeeze(2)
-            for each in (rows.queries, rows.keys)
-        )
+        queries, keys = (rope.rotate(each, rows.positions) for each in (rows.queries, rows.keys))
         self.write(pool, keys, rows.values.squeeze(2), rows.slots, token)
         self.num_rotated += 1
         return queries, token
