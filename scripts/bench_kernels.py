@@ -22,7 +22,7 @@ import mlx.core as mx
 from pagedmlx.engine.memory import device_memory_bytes
 from pagedmlx.kv.layout import AxisOrder
 from pagedmlx.kv.writer import NewRows, Rope
-from pagedmlx.ops.base import upload
+from pagedmlx.ops.base import PagedBatch
 from pagedmlx.ops.launch import gpu_platform
 from pagedmlx.ops.variants import DecodePath
 from scripts.kernel_layers import CHAIN, ROUNDS, STEPS, Layers, Shape, best, measure_ceiling, normal
@@ -140,7 +140,7 @@ def measure_decode(
 
         def steps(fresh: bool = fresh) -> None:
             for _ in range(STEPS):
-                batch = upload(layers.host) if fresh else layers.batch
+                batch = PagedBatch(layers.host) if fresh else layers.batch
                 layers.store.submit(layers.chain(batch, write))
             mx.synchronize()
 
@@ -367,7 +367,7 @@ def measure_peak() -> dict[str, Any]:
     mx.reset_peak_memory()
     before = mx.get_active_memory()
     for _ in range(1000):
-        layers.store.submit(layers.chain(upload(layers.host), write=True, length=4))
+        layers.store.submit(layers.chain(PagedBatch(layers.host), write=True, length=4))
     layers.store.commit()
     extra = mx.get_peak_memory() - before
     array_bytes = layers.shape.layer_bytes // 2

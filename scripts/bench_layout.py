@@ -27,7 +27,7 @@ from pagedmlx.core.batch import NO_BLOCK, BatchArrays, GroupArrays
 from pagedmlx.core.groups import KVGroup, KVGroupKind
 from pagedmlx.kv.layout import AxisOrder, KVLayout, LayerShape
 from pagedmlx.kv.store import KVStore
-from pagedmlx.ops.base import AttentionParams, upload
+from pagedmlx.ops.base import AttentionParams, PagedBatch
 from pagedmlx.ops.gather import GatherBackend
 
 BLOCK_SIZE = 16
@@ -144,7 +144,7 @@ def make_operations(
         order=order,
     )
     store = KVStore(layout, (num_blocks,))
-    batch, backend = upload(host), GatherBackend()
+    batch, backend = PagedBatch(host), GatherBackend()
     params = AttentionParams(scale=heads.head_dim**-0.5)
     element = getattr(mx, dtype)
     queries = mx.random.normal((host.num_rows, heads.num_heads, heads.head_dim)).astype(element)

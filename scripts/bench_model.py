@@ -38,7 +38,7 @@ from pagedmlx.models.adapter import ModelAdapter
 from pagedmlx.models.loader import LoadedModel
 from pagedmlx.models.weights import named_parameters
 from pagedmlx.ops import AttentionPath, attention_paths
-from pagedmlx.ops.base import upload
+from pagedmlx.ops.base import PagedBatch
 from pagedmlx.ops.cascade import CascadePath
 from pagedmlx.ops.kernels import KernelBackend
 from scripts.kernel_layers import measure_ceiling
@@ -109,7 +109,7 @@ def run_path(
         tables[:, : num_shared // 16] = tables[0, : num_shared // 16]
         for spans, tokens in batches(adapter.vocab_size):
             batch = lay_out(spans, tokens, tables, len(groups))
-            logits = adapter.forward(upload(batch), store)
+            logits = adapter.forward(PagedBatch(batch), store)
             store.submit(logits)
             results.append(np.array(logits.astype(mx.float32)))
     return results

@@ -27,7 +27,7 @@ from pagedmlx.core.groups import KVGroup, KVGroupKind
 from pagedmlx.kv.layout import AxisOrder, KVLayout, LayerShape
 from pagedmlx.kv.store import KVStore
 from pagedmlx.kv.writer import LayerPool, NewRows, PoolWriter, Rope
-from pagedmlx.ops.base import AttentionParams, upload
+from pagedmlx.ops.base import AttentionParams, PagedBatch
 from pagedmlx.ops.in_place import InPlaceWriter
 from pagedmlx.ops.kernels import KernelBackend
 from pagedmlx.ops.launch import Launcher, MLXLauncher, gpu_platform
@@ -390,7 +390,7 @@ def _count_up(reader: str, mode: str, token: bool) -> float:
     backend, params = KernelBackend(launcher), AttentionParams(scale=1.0)
     rng = np.random.default_rng(0)
     host = make_batch([(0, 1)], block_size=16, num_blocks=64, rng=rng)
-    batch = upload(host)
+    batch = PagedBatch(host)
     slots = batch.groups[0].slot_mapping
     row = mx.zeros((1, 1, 64))
     mx.eval(row, slots)
@@ -432,7 +432,7 @@ def _count_chunks(mode: str) -> float:
     backend = KernelBackend(launcher, prefill="gather")
     rng = np.random.default_rng(0)
     host = make_batch([(CHUNK, CHUNK)], block_size=16, num_blocks=64, rng=rng)
-    batch = upload(host)
+    batch = PagedBatch(host)
     blocks = mx.array(host.groups[0].block_tables[0, : 2 * CHUNK // 16].astype(np.int64))
     slots = (blocks[:, None] * 16 + mx.arange(16)).reshape(-1)
     rows = mx.zeros((CHUNK, 1, 64), mx.bfloat16)

@@ -14,7 +14,7 @@ from pagedmlx.core.groups import KVGroup, KVGroupKind
 from pagedmlx.engine.memory import device_memory_bytes
 from pagedmlx.kv.layout import AxisOrder, KVLayout, LayerShape
 from pagedmlx.kv.store import KVStore
-from pagedmlx.ops.base import AttentionParams, PagedBatch, upload
+from pagedmlx.ops.base import AttentionParams, PagedBatch
 from pagedmlx.ops.in_place import InPlaceWriter
 from pagedmlx.ops.kernels import KernelBackend
 from pagedmlx.ops.launch import MLXLauncher, Platform, gpu_platform
@@ -79,7 +79,7 @@ class Layers:
         self.launcher = MLXLauncher(find_platform())
         self.store = KVStore(layout, (self.num_blocks,), 0.01, InPlaceWriter(self.launcher))
         self.host = lay_out(spans, self.num_blocks, shape.shared)
-        self.batch = upload(self.host)
+        self.batch = PagedBatch(self.host)
         mx.eval(self.batch.groups[0].slot_mapping)
         self.backend = KernelBackend(
             self.launcher, prefill=prefill, decode=decode, cascade=cascade, columns=columns

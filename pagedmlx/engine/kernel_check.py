@@ -17,7 +17,7 @@ from pagedmlx.kv.layout import KVLayout, LayerShape
 from pagedmlx.kv.store import KVStore
 from pagedmlx.kv.writer import FunctionalWriter, NewRows, Rope
 from pagedmlx.ops import AttentionPath
-from pagedmlx.ops.base import AttentionParams, PagedBatch, upload
+from pagedmlx.ops.base import AttentionParams, PagedBatch
 from pagedmlx.ops.in_place import InPlaceWriter
 from pagedmlx.ops.kernels import KernelBackend
 from pagedmlx.ops.launch import Launcher, MLXLauncher, gpu_platform
@@ -182,7 +182,7 @@ def _attend(case: _Case, path: AttentionPath) -> np.ndarray:
         window=case.window,
         sinks=mx.array(np.linspace(-1, 1, num_heads, dtype=np.float32)) if case.sinks else None,
     )
-    batch = upload(batch_of(case.spans, [tables], _BLOCK_SIZE))
+    batch = PagedBatch(batch_of(case.spans, [tables], _BLOCK_SIZE))
     keys, values = new_rows(batch.num_rows)
     queries = _write(store, batch, normal(batch.num_rows, num_heads), keys, values, case.rope)
     output = path.backend.attend(queries, 0, 0, store, batch, params)

@@ -76,7 +76,7 @@ class ModelRunner:
             self._make_room(group, arrays)
             self._store.check(group, arrays)
             self._store.copy_blocks(group, arrays.copy_src, arrays.copy_dst)
-        batch = self._upload(host)
+        batch = self._batch(host)
         output = self._adapter.run(batch, self._store)
         chosen = self._chooser.choose(output.logits, host, batch.token_ids)
         pooled = [] if output.pooled is None else [output.pooled]
@@ -132,9 +132,9 @@ class ModelRunner:
             self._adapter.drop_graphs()
             self._store.fit(group, num_blocks)
 
-    def _upload(self, host: BatchArrays) -> PagedBatch:
-        """Put a batch on the device, with the tokens that only the device knows."""
-        batch = self._adapter.upload(host, self._store)
+    def _batch(self, host: BatchArrays) -> PagedBatch:
+        """A step for the device, with the tokens that only the device knows."""
+        batch = self._adapter.batch(host, self._store)
         if not host.unread_sequences:
             return batch
         before = self._under_way[-1].chosen
@@ -146,7 +146,7 @@ class ModelRunner:
             known = batch.token_ids
             known[mx.array(host.unread_rows)] = tokens
             tokens = known
-        return replace(batch, token_ids=tokens)
+        return batch.given(token_ids=tokens)
 
     def close(self) -> None:
         """Drop model and pool and give their memory back; the runner can't be used any more."""

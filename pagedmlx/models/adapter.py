@@ -24,7 +24,7 @@ from pagedmlx.models.loader import LoadedModel
 from pagedmlx.models.parts import Part, RowLayout, sequence_rows, token_rows
 from pagedmlx.models.rows import RowSelection
 from pagedmlx.models.survey import survey_model
-from pagedmlx.ops.base import AttentionBackend, PagedBatch, upload
+from pagedmlx.ops.base import AttentionBackend, PagedBatch
 
 MAX_GATHER_BYTES = 1 << 28
 """Most bytes that sequences which decode together gather in one layer."""
@@ -112,8 +112,8 @@ class ModelAdapter:
         )
         self._max_gathered = self._max_tokens_to_gather()
 
-    def upload(self, host: BatchArrays, store: KVStore) -> PagedBatch:
-        """Put a step on the device, a step with prompts with rows in a multiple of some number.
+    def batch(self, host: BatchArrays, store: KVStore) -> PagedBatch:
+        """A step for the device, a step with prompts with rows in a multiple of some number.
 
         Steps of ever new sizes would have all their arrays allocated anew, which takes a GPU's
         driver longer than some rows more take the GPU.
@@ -122,11 +122,10 @@ class ModelAdapter:
             host: The step.
             store: The pool that it will run over.
         """
-        num_rows = host.num_rows
-        has_prompts = host.num_decodes < num_rows
-        if has_prompts and num_rows > MIN_PADDED_ROWS and self._takes_padding(store):
-            return upload(host, -(-num_rows // ROW_MULTIPLE) * ROW_MULTIPLE)
-        return upload(host)
+        has_prompts = host.num_decodes < host.num_rows
+        if has_prompts and host.num_rows > MIN_PADDED_ROWS and self._takes_padding(store):
+            return PagedBatch(host, -host.num_rows % ROW_MULTIPLE)
+        return PagedBatch(host)
 
     def _takes_padding(self, store: KVStore) -> bool:
         is_one_call = self.row_layout is RowLayout.TOKEN_ROWS

@@ -16,7 +16,7 @@ import numpy as np
 
 from pagedmlx.core.batch import BatchArrays, Int32Array
 from pagedmlx.kv.store import KVStore
-from pagedmlx.ops.base import GroupBatch, PagedBatch, padded
+from pagedmlx.ops.base import PagedBatch, padded
 from pagedmlx.ops.launch import MIN_ELEMENTS
 
 MAX_GRAPHS = 32
@@ -119,21 +119,13 @@ class CompiledDecode:
         metadata = _Metadata.of(like.host, plans)
         # A graph outlives the sequences of the step that it was made for.
         host = replace(like.host, sequences=(), sample_sequences=(), unread_sequences=())
-        like = replace(like, host=host)
 
         def step(
             token_ids: mx.array, packed: mx.array, token: mx.array
         ) -> tuple[mx.array, mx.array]:
             slots, positions, arrays = metadata.unpacked(packed)
-            batch = PagedBatch(
-                host=like.host,
-                token_ids=token_ids,
-                positions=positions,
-                context_lens=like.context_lens,
-                groups=tuple(
-                    GroupBatch(slot_mapping=slot_mapping, block_tables=group.block_tables)
-                    for slot_mapping, group in zip(slots, like.groups, strict=True)
-                ),
+            batch = PagedBatch(host).given(
+                token_ids=token_ids, positions=positions, slot_mappings=slots
             )
             kept = self._store.token
             self._backend.follow(batch, plans, arrays)

@@ -186,6 +186,8 @@ class LayerCache:
             rows.part.batch,
             AttentionParams(scale=scale, window=rows.window, sinks=sinks),
         )
+        if rows.part.length == 1:
+            return mx.expand_dims(output, 2)
         num_heads, head_dim = output.shape[1:]
         return output.reshape(-1, rows.part.length, num_heads, head_dim).swapaxes(1, 2)
 

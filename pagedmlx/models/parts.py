@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from pagedmlx.core.batch import BatchArrays, GroupArrays, PooledRows
-from pagedmlx.ops.base import GroupBatch, PagedBatch
+from pagedmlx.ops.base import PagedBatch
 
 
 class RowLayout(StrEnum):
@@ -151,15 +151,4 @@ def _slice(batch: PagedBatch, first: int, count: int, start: int, end: int) -> P
             if start <= each.rows.start < end
         ),
     )
-    return PagedBatch(
-        host=part,
-        token_ids=batch.token_ids[rows],
-        positions=batch.positions[rows],
-        context_lens=mx.array(part.context_lens),
-        groups=tuple(
-            GroupBatch(
-                slot_mapping=group.slot_mapping[rows], block_tables=group.block_tables[sequences]
-            )
-            for group in batch.groups
-        ),
-    )
+    return PagedBatch(part).given(token_ids=batch.token_ids[rows])

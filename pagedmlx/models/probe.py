@@ -19,7 +19,7 @@ from pagedmlx.errors import ModelLoadError, UnsupportedModelError, first_line
 from pagedmlx.kv.store import KVStore
 from pagedmlx.kv.writer import PoolWriter
 from pagedmlx.models.adapter import ModelAdapter
-from pagedmlx.ops.base import upload
+from pagedmlx.ops.base import PagedBatch
 
 Tokens = npt.NDArray[np.integer[Any]]
 
@@ -192,7 +192,7 @@ def _step(adapter: ModelAdapter, store: KVStore, parts: list[tuple[_Probe, Token
         token_ids=np.concatenate([tokens for _, tokens in parts]).astype(np.int32),
         sequences=tuple(probe.sequence for probe, _ in parts),
     )
-    logits = adapter.forward(upload(host), store)
+    logits = adapter.forward(PagedBatch(host), store)
     store.submit(logits)
     for probe, tokens in parts:
         probe.start += len(tokens)

@@ -2,81 +2,108 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import cached_property
+from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
+import numpy.typing as npt
 
-from pagedmlx.core.batch import NO_BLOCK, BatchArrays, Int32Array
+from pagedmlx.core.batch import NO_BLOCK, BatchArrays, GroupArrays, Int32Array
 from pagedmlx.kv.store import KVStore
 from pagedmlx.ops.launch import MIN_ELEMENTS
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class GroupBatch:
-    """A KV group's part of a batch on the device; shapes as in ``GroupArrays``.
+    """A KV group's part of a batch, each array put on the device when it is first asked for.
 
     Attributes:
-        slot_mapping: (P,) int64; negative for padding.
-        block_tables: (S, B) int32; the unused tail holds a valid block id and must be masked.
+        host: The same on the host.
+        num_padding: Rows that are padding.
     """
 
-    slot_mapping: mx.array
-    block_tables: mx.array
+    host: GroupArrays
+    num_padding: int = 0
+
+    @cached_property
+    def slot_mapping(self) -> mx.array:
+        """(P,) int64; negative for padding."""
+        return mx.array(_with_rows(self.host.slot_mapping, self.num_padding, NO_BLOCK))
+
+    @cached_property
+    def block_tables(self) -> mx.array:
+        """(S, B) int32; the unused tail holds a valid block id and must be masked."""
+        return mx.array(np.maximum(self.host.block_tables, 0))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class PagedBatch:
-    """A step on the device, uploaded once and shared by all layers.
+    """A step for the device, shared by all layers; an array goes there when first asked for.
 
     P is T, the step's rows, or more: what is past them is padding that nobody looks at.
 
     Attributes:
         host: The same step on the host, for lengths and other control flow.
-        token_ids: (P,) int32.
-        positions: (P or more,) int32, at least 8 elements, as kernels want them.
-        context_lens: (S,) int32.
-        groups: One entry for each KV group.
+        num_padding: P - T.
     """
 
     host: BatchArrays
-    token_ids: mx.array
-    positions: mx.array
-    context_lens: mx.array
-    groups: tuple[GroupBatch, ...]
+    num_padding: int = 0
 
     @property
     def num_rows(self) -> int:
         """P."""
-        return self.token_ids.shape[0]
+        return self.host.num_rows + self.num_padding
+
+    @cached_property
+    def token_ids(self) -> mx.array:
+        """(P,) int32."""
+        return mx.array(_with_rows(self.host.token_ids, self.num_padding))
+
+    @cached_property
+    def positions(self) -> mx.array:
+        """(P or more,) int32, at least 8 elements, as kernels want them."""
+        return mx.array(padded(_with_rows(self.host.positions, self.num_padding)))
+
+    @cached_property
+    def context_lens(self) -> mx.array:
+        """(S,) int32."""
+        return mx.array(self.host.context_lens)
+
+    @cached_property
+    def groups(self) -> tuple[GroupBatch, ...]:
+        """One entry for each KV group."""
+        return tuple(GroupBatch(group, self.num_padding) for group in self.host.groups)
+
+    def given(
+        self,
+        *,
+        token_ids: mx.array,
+        positions: mx.array | None = None,
+        slot_mappings: Sequence[mx.array] = (),
+    ) -> PagedBatch:
+        """The same step with arrays that are on the device already.
+
+        Args:
+            token_ids: See above.
+            positions: Likewise.
+            slot_mappings: One for each KV group, or none.
+        """
+        batch = PagedBatch(self.host, self.num_padding)
+        # What a cached property finds here it doesn't compute.
+        vars(batch)["token_ids"] = token_ids
+        if positions is not None:
+            vars(batch)["positions"] = positions
+        for group, slots in zip(batch.groups if slot_mappings else (), slot_mappings, strict=True):
+            vars(group)["slot_mapping"] = slots
+        return batch
 
 
-def upload(host: BatchArrays, num_rows: int | None = None) -> PagedBatch:
-    """Put a step's arrays on the device; the tables' unused tail becomes a valid block id.
-
-    Args:
-        host: The step.
-        num_rows: P, where there is padding.
-    """
-    padding = (0, 0 if num_rows is None else num_rows - host.num_rows)
-    return PagedBatch(
-        host=host,
-        token_ids=mx.array(np.pad(host.token_ids, padding)),
-        positions=mx.array(padded(np.pad(host.positions, padding))),
-        context_lens=mx.array(host.context_lens),
-        groups=tuple(
-            GroupBatch(
-                slot_mapping=mx.array(
-                    np.pad(group.slot_mapping, padding, constant_values=NO_BLOCK)
-                ),
-                block_tables=mx.array(
-                    np.where(group.block_tables == NO_BLOCK, 0, group.block_tables)
-                ),
-            )
-            for group in host.groups
-        ),
-    )
+def _with_rows(array: npt.NDArray[Any], count: int, value: int = 0) -> npt.NDArray[Any]:
+    return np.pad(array, (0, count), constant_values=value) if count else array
 
 
 def padded(array: Int32Array) -> Int32Array:

@@ -15,7 +15,7 @@ import numpy as np
 
 from pagedmlx.core.batch import batch_of
 from pagedmlx.errors import KernelError, first_line
-from pagedmlx.ops.base import upload
+from pagedmlx.ops.base import PagedBatch
 from pagedmlx.ops.cascade import CascadePath
 from pagedmlx.ops.decode import Decode
 from pagedmlx.ops.kernels import KernelBackend
@@ -144,7 +144,7 @@ def _compare_prefills(backend: KernelBackend, base: DecodeVariant) -> None:
     end = num_blocks * base.pool.block_size
     layer = TrialLayer(backend.launcher, base, num_blocks, num_rows)
     layer.write(0)
-    batch = upload(batch_of([(end - num_rows, num_rows)], [tables], base.pool.block_size))
+    batch = PagedBatch(batch_of([(end - num_rows, num_rows)], [tables], base.pool.block_size))
     found = [
         layer.attend(KernelBackend(backend.launcher, backend.wave, prefill=way), batch, 1)
         for way in sorted(ways)
@@ -165,7 +165,7 @@ def _plan_chunks(backend: KernelBackend, base: DecodeVariant, chunk: int, max_le
     for num_tokens in range(chunk, max_len + 1, chunk):
         tables = np.arange(num_tokens // block_size, dtype=np.int32)[None]
         layer = TrialLayer(backend.launcher, base, tables.size, chunk)
-        batch = upload(batch_of([(num_tokens - chunk, chunk)], [tables], block_size))
+        batch = PagedBatch(batch_of([(num_tokens - chunk, chunk)], [tables], block_size))
         layer.attend(gather, batch, 1, from_pool=True)
         backend.note_chunk_plan(base, chunk, num_tokens)
 
@@ -176,7 +176,7 @@ def _gain(launcher: Launcher, wave: int, base: DecodeVariant, count: int, shared
     common = np.arange(shared // block_size)
     own = len(common) + np.arange(count * _NUM_OWN // block_size).reshape(count, -1)
     tables = np.concatenate([np.tile(common, (count, 1)), own], axis=1).astype(np.int32)
-    batch = upload(batch_of([(shared + _NUM_OWN - 1, 1)] * count, [tables], block_size))
+    batch = PagedBatch(batch_of([(shared + _NUM_OWN - 1, 1)] * count, [tables], block_size))
     layer = TrialLayer(launcher, base, int(tables.max()) + 1, count)
     backends = [
         KernelBackend(launcher, wave, cascade=path) for path in (CascadePath.OFF, CascadePath.ON)

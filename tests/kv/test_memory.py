@@ -13,7 +13,7 @@ from pagedmlx.core.groups import KVGroup, KVGroupKind
 from pagedmlx.kv.layout import AxisOrder, KVLayout, LayerShape
 from pagedmlx.kv.store import KVStore
 from pagedmlx.ops import make_backend
-from pagedmlx.ops.base import AttentionBackend, AttentionParams, upload
+from pagedmlx.ops.base import AttentionBackend, AttentionParams, PagedBatch
 from tests.support.batches import make_batch
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_LAYERS = 16, 8192, 3
@@ -98,7 +98,7 @@ def _decode_step(store: KVStore, backend: AttentionBackend, step: int) -> None:
     if step % 5 == 0:
         source = host.groups[0].block_tables[:, 0]
         store.copy_blocks(0, source, np.arange(NUM_SEQS, dtype=np.int32) + step)
-    batch = upload(host)
+    batch = PagedBatch(host)
     hidden = mx.ones((NUM_SEQS, 2, 64))
     for layer in range(NUM_LAYERS):
         store.write(layer, hidden, hidden, batch.groups[0].slot_mapping)

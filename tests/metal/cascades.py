@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 from pagedmlx.kv.layout import AxisOrder
-from pagedmlx.ops.base import AttentionParams, upload
+from pagedmlx.ops.base import AttentionParams, PagedBatch
 from pagedmlx.ops.in_place import InPlaceWriter
 from pagedmlx.ops.kernels import KernelBackend
 from pagedmlx.ops.launch import Launcher
@@ -84,7 +84,7 @@ class Setting:
                     [arrays[first][:num_tokens], arrays[place][num_tokens:]]
                 )
         group = replace(host.groups[0], block_tables=tables)
-        batch = upload(replace(host, groups=(group,)))
+        batch = PagedBatch(replace(host, groups=(group,)))
         return replace(case, batch=batch, keys=keys, values=values)
 
     def params(self) -> AttentionParams:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pagedmlx.models.compiled import MAX_GRAPHS, MIN_USES, CompiledDecode
-from pagedmlx.ops.base import PagedBatch, upload
+from pagedmlx.ops.base import PagedBatch
 from tests.support.batches import make_batch
 
 
@@ -82,7 +82,7 @@ class Decoding:
         rng = np.random.default_rng(sum(contexts))
         host = make_batch(spans, block_size=4, num_blocks=64, rng=rng)
         host = replace(host, sequences=sequences, sample_sequences=sequences)
-        batch = upload(host)
+        batch = PagedBatch(host)
         self.backend.next_plans = Plans([np.array(plan, np.int32)], kind)
         logits = self.compiled(batch)
         positions = batch.positions[: batch.host.num_rows]
@@ -127,11 +127,11 @@ def test_shapes_that_come_and_go_are_not_traced_and_graphs_are_bounded() -> None
 def test_prompts_and_unplanned_steps_take_the_usual_way() -> None:
     decoding = Decoding()
     rng = np.random.default_rng(0)
-    chunk = upload(make_batch([(4, 1), (0, 5)], block_size=4, num_blocks=64, rng=rng))
+    chunk = PagedBatch(make_batch([(4, 1), (0, 5)], block_size=4, num_blocks=64, rng=rng))
     decoding.backend.next_plans = Plans([np.array([1], np.int32)])
     assert decoding.compiled(chunk) is None
     decoding.backend.next_plans = None
-    single = upload(make_batch([(4, 1)], block_size=4, num_blocks=64, rng=rng))
+    single = PagedBatch(make_batch([(4, 1)], block_size=4, num_blocks=64, rng=rng))
     assert decoding.compiled(single) is None
 
 

@@ -11,7 +11,7 @@ from pagedmlx.models.deferred_rope import DeferredRopes
 from pagedmlx.models.layer_cache import GroupRows, LayerCache
 from pagedmlx.models.parts import token_rows
 from pagedmlx.ops import make_backend
-from pagedmlx.ops.base import upload
+from pagedmlx.ops.base import PagedBatch
 from tests.support.batches import make_batch
 
 BLOCK_SIZE, NUM_BLOCKS, HEADS, K_DIM, V_DIM = 4, 20, 2, 8, 6
@@ -32,7 +32,7 @@ class Step:
         rng = np.random.default_rng(0)
         self.host = make_batch(SPANS, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, rng=rng)
         self.store = KVStore(layout, (NUM_BLOCKS,), fill=float("nan"))
-        part, backend = token_rows(upload(self.host)), make_backend("auto")
+        part, backend = token_rows(PagedBatch(self.host)), make_backend("auto")
         rows = GroupRows(self.store, backend, part, 0, window, DeferredRopes())
         self.cache = LayerCache(0, rows)
         num_rows = self.host.num_rows

@@ -11,7 +11,7 @@ from pagedmlx.core.request import Request
 from pagedmlx.core.sampling_params import SamplingParams
 from pagedmlx.core.sequence import Sequence
 from pagedmlx.models.parts import Part, sequence_rows, token_rows
-from pagedmlx.ops.base import upload
+from pagedmlx.ops.base import PagedBatch
 from tests.support.batches import make_batch
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 40
@@ -28,7 +28,7 @@ def make_host(spans: list[tuple[int, int]], n: int = 1, num_prompt_tokens: int =
 
 def cut(host: BatchArrays, **settings: Any) -> list[Part]:
     usual = {"gathers": True, "mask_ndim": 4, "max_tokens": None, "fork_points": False}
-    return list(sequence_rows(upload(host), **{**usual, **settings}))
+    return list(sequence_rows(PagedBatch(host), **{**usual, **settings}))
 
 
 def shapes(parts: list[Part]) -> list[tuple[int, int]]:
@@ -37,7 +37,7 @@ def shapes(parts: list[Part]) -> list[tuple[int, int]]:
 
 def test_token_rows_are_the_whole_step_with_a_position_for_each_row() -> None:
     host = make_host([(7, 1), (2, 3)])
-    part = token_rows(upload(host))
+    part = token_rows(PagedBatch(host))
     assert (part.num_sequences, part.length, part.gathers) == (4, 1, False)
     assert part.token_ids[:, 0].tolist() == host.token_ids.tolist()
     assert part.offset.tolist() == [7, 2, 3, 4]  # type: ignore[union-attr]
@@ -70,7 +70,7 @@ def test_the_parts_together_are_the_step() -> None:
 
 
 def test_a_step_of_one_part_is_passed_on_as_it_is() -> None:
-    batch = upload(make_host([(7, 1), (3, 1)]))
+    batch = PagedBatch(make_host([(7, 1), (3, 1)]))
     (part,) = sequence_rows(batch, gathers=True, mask_ndim=4, max_tokens=None, fork_points=False)
     assert part.batch is batch
 

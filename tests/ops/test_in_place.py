@@ -11,7 +11,7 @@ import pytest
 from pagedmlx.core.groups import KVGroup, KVGroupKind
 from pagedmlx.kv.layout import AxisOrder, KVLayout, LayerShape
 from pagedmlx.kv.store import KVStore
-from pagedmlx.ops.base import AttentionParams, upload
+from pagedmlx.ops.base import AttentionParams, PagedBatch
 from pagedmlx.ops.in_place import InPlaceWriter
 from pagedmlx.ops.kernels import KernelBackend
 from tests.metal.launcher import FiberLauncher
@@ -147,7 +147,9 @@ def test_nobody_keeps_the_arrays_that_a_pool_had_before_it_grew(prefill: str) ->
 def _compute_a_step(store: KVStore, backend: KernelBackend) -> None:
     """Copy a block, then write and attend in every layer: decode rows and a chunk."""
     spans = [(20, 1), (17, 1), (40, 12)]
-    batch = upload(make_batch(spans, block_size=16, num_blocks=16, rng=np.random.default_rng(0)))
+    batch = PagedBatch(
+        make_batch(spans, block_size=16, num_blocks=16, rng=np.random.default_rng(0))
+    )
     store.copy_blocks(0, np.array([14], np.int32), np.array([15], np.int32))
     rows = batch.host.num_rows
     output = mx.ones((rows, 2, 64))

@@ -11,7 +11,7 @@ import pytest
 
 from pagedmlx.core.batch import BatchArrays
 from pagedmlx.kv.layout import AxisOrder
-from pagedmlx.ops.base import AttentionParams, upload
+from pagedmlx.ops.base import AttentionParams, PagedBatch
 from pagedmlx.ops.in_place import InPlaceWriter
 from pagedmlx.ops.kernels import KernelBackend, unsupported
 from pagedmlx.ops.launch import Platform
@@ -75,7 +75,7 @@ def test_neighbours_change_no_bit_in_deterministic_mode(sinks: bool) -> None:
         rows = slice(*host.query_start_loc[sequence : sequence + 2].tolist())
         alone = replace(
             case,
-            batch=upload(_only(host, sequence)),
+            batch=PagedBatch(_only(host, sequence)),
             queries=case.queries[rows],
         ).attend(KernelBackend(launcher, deterministic=True), params)
         assert np.array_equal(alone, together[rows])

@@ -13,7 +13,7 @@ from pagedmlx.core.groups import KVGroup, KVGroupKind
 from pagedmlx.kv.layout import AxisOrder, KVLayout, LayerShape
 from pagedmlx.kv.store import KVStore
 from pagedmlx.kv.writer import PoolWriter
-from pagedmlx.ops.base import AttentionBackend, AttentionParams, PagedBatch, upload
+from pagedmlx.ops.base import AttentionBackend, AttentionParams, PagedBatch
 from tests.support.batches import make_batch, slots_of
 
 # Rounding of the inputs, of the weights and of the output; each is a few units in the last place.
@@ -89,7 +89,7 @@ def make_case(
         values.append(to_numpy(v))
     store.commit()
     queries = _random(rng, (host.num_rows, num_kv_heads * factor, k_head_dim), mlx_dtype)
-    return Case(store, upload(host), queries, keys, values, dtype)
+    return Case(store, PagedBatch(host), queries, keys, values, dtype)
 
 
 def write_step(case: Case, dtype: mx.Dtype | None = None) -> None:
@@ -135,7 +135,7 @@ def dense_attention(
 
 def with_fresh_batch(case: Case) -> Case:
     """The same case with its batch uploaded again, as the next step's would be."""
-    return replace(case, batch=upload(case.batch.host))
+    return replace(case, batch=PagedBatch(case.batch.host))
 
 
 def to_numpy(array: mx.array) -> np.ndarray:

@@ -13,7 +13,7 @@ from pagedmlx.core.sampling_params import SamplingParams
 from pagedmlx.core.sequence import Sequence
 from pagedmlx.kv.store import KVStore
 from pagedmlx.models.adapter import ModelAdapter
-from pagedmlx.ops.base import upload
+from pagedmlx.ops.base import PagedBatch
 
 
 class PagedRun:
@@ -77,7 +77,7 @@ class PagedRun:
                 self._group(table, parts, ends, owners, positions) for table in self.tables
             ),
         )
-        logits = self.adapter.forward(upload(batch), self.store)
+        logits = self.adapter.forward(PagedBatch(batch), self.store)
         self.store.commit(logits)
         for (sequence, _), end in zip(parts, ends, strict=True):
             self.lengths[sequence] = int(end)
