@@ -283,6 +283,16 @@ class PrefixCache:
         tokens = self._pending.get(sequence.block_hashes[index])
         return tokens == self._block_tokens(sequence, index)
 
+    def num_shareable(self, sequence: Sequence, other: Sequence) -> int:
+        """Full blocks that a sequence can have from another one, once that is computed."""
+        if sequence.request.cache_salt != other.request.cache_salt or sequence.lacks_prompt_rows:
+            return 0
+        usable = min(self._num_usable_blocks(each) for each in (sequence, other))
+        for index in range(usable):
+            if self._block_tokens(sequence, index) != self._block_tokens(other, index):
+                return index
+        return usable
+
     def _num_usable_blocks(self, sequence: Sequence) -> int:
         if not self.is_enabled:
             return 0
