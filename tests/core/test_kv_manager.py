@@ -445,6 +445,8 @@ def test_a_beginning_that_several_can_share_is_ahead_once() -> None:
     # Each has a block to grow into.
     assert kv.num_blocks_ahead([first]) == (4,)
     assert kv.num_blocks_ahead([first, second, other]) == (4 + 2 + 2,)
+    turns = [new_sequence(kv, A + last) for last in (B + C, C + B, C + B)]
+    assert kv.num_blocks_ahead(turns) == (4 + 3 + 2,)
     salted = new_sequence(kv, A + B + C, salt="other")
     assert kv.num_blocks_ahead([first, salted]) == (8,)
     told = make_request(A + B + C, prompt_logprobs=0)
@@ -483,4 +485,7 @@ def test_those_that_do_not_fit_together_are_not_ahead() -> None:
     assert kv.num_blocks_ahead(sequences[:2]) == (5,)
     assert kv.num_blocks_ahead(sequences) == (8,)
     assert kv.num_blocks_ahead([*sequences, *sequences]) == (8,)
-    assert make_kv(7).num_blocks_ahead(sequences) == (5,)
+    smaller = make_kv(7)
+    assert smaller.num_blocks_ahead(sequences) == (5,)
+    # Nor is who comes behind them, so that a long queue is never looked through.
+    assert smaller.num_blocks_ahead([*sequences, new_sequence(smaller, C)]) == (5,)
