@@ -121,8 +121,8 @@ class KVManager:
     def num_blocks_ahead(self, sequences: Iterable[Sequence]) -> tuple[int, ...]:
         """Blocks that each pool will have handed out when all known tokens of these are computed.
 
-        An estimate: each has one more to grow into, and what a waiting one could share counts once
-        only with the last one before it that begins with the same block.
+        An estimate: each has one more to grow into, and a waiting one counts without what it could
+        share with the last one before it that begins with the same block.
 
         Args:
             sequences: In order, running ones first. They count as far as they fit together.
