@@ -87,6 +87,22 @@ class BlockPool:
         """Whether ``allocate`` would succeed this many times in a row."""
         return num_blocks <= self.num_available_blocks
 
+    def num_created_after(self, num_blocks: int, num_held: int) -> int:
+        """Blocks that there are after ``allocate`` has given this many in a row.
+
+        Args:
+            num_blocks: Blocks to allocate.
+            num_held: Those of them that are still held then; the others are cached.
+        """
+        created = len(self._blocks)
+        num_free = self._num_queued - self._num_cached
+        after = created + max(0, num_blocks - num_free)
+        kept = max(created, self._num_kept_blocks)
+        if after > kept:
+            # Behind that, only what is held needs room.
+            after = max(kept, self.num_used_blocks + num_held)
+        return min(after, self.num_blocks)
+
     def allocate(self) -> Block:
         """Take a block: a free one, else a new one, else the least recently used cached one."""
         assert self.can_allocate(1), "allocate without can_allocate"

@@ -113,6 +113,43 @@ class KVManager:
             for group, table in enumerate(sequence.block_tables)
         ]
 
+    @property
+    def num_created_blocks(self) -> tuple[int, ...]:
+        """Blocks that each pool has handed out, with the ids below this number."""
+        return tuple(pool.num_created_blocks for pool in self.pools)
+
+    def num_blocks_ahead(self, sequences: Iterable[Sequence]) -> tuple[int, ...]:
+        """Blocks that each pool will have handed out when all known tokens of these are computed.
+
+        An estimate: each has one more to grow into, and a waiting one counts without what it could
+        share with the last one before it that begins with the same block.
+
+        Args:
+            sequences: In order, running ones first. They count as far as they fit together.
+        """
+        num_blocks, num_held = 0, [0] * len(self.pools)
+        alike: dict[tuple[int, ...], Sequence] = {}
+        for sequence in sequences:
+            promised = self.num_promised_blocks(sequence)
+            num_new = promised[self._windows.anchor]
+            beginning = tuple(sequence.token_ids[: self.block_size])
+            other = alike.get(beginning)
+            if other is not None and sequence.num_computed_tokens == 0:
+                num_new -= self._cache.num_shareable(sequence, other)
+            alike[beginning] = sequence
+            held = [
+                count + min(num_new, most) for count, most in zip(num_held, promised, strict=True)
+            ]
+            if not all(map(BlockPool.can_allocate, self.pools, held)):
+                break
+            num_blocks, num_held = num_blocks + num_new, held
+        # What a window has passed is taken again at once, unless it is cached.
+        keeps_passed = self._cache.is_enabled
+        return tuple(
+            pool.num_created_after(num_blocks if keeps_passed else held, held)
+            for pool, held in zip(self.pools, num_held, strict=True)
+        )
+
     # Admission: what can be shared, and whether the rest fits.
 
     def find_cached(self, sequence: Sequence) -> SharedPrefix:
@@ -300,18 +337,12 @@ class KVManager:
             table.release()
         sequence.num_computed_tokens = 0
 
-    def give_back_unused(self) -> tuple[int, ...]:
-        """Forget the last slabs of each pool, as far as they weren't needed since the last call.
-
-        Returns:
-            Blocks that are left, for each group.
-        """
-        kept: list[int] = []
+    def give_back_unused(self) -> None:
+        """Forget the last slabs of each pool, as far as they weren't needed since the last call."""
         for pool in self.pools:
             num_slabs = max(1, -(-pool.recent_used_blocks // self._slab_blocks))
-            kept.append(pool.give_back(num_slabs * self._slab_blocks))
+            pool.give_back(num_slabs * self._slab_blocks)
             pool.recent_used_blocks = pool.num_used_blocks
-        return tuple(kept)
 
     def reset_cache(self) -> int:
         """Forget all cached blocks; blocks in use stay indexed. Returns how many were dropped."""

@@ -283,6 +283,20 @@ class PrefixCache:
         tokens = self._pending.get(sequence.block_hashes[index])
         return tokens == self._block_tokens(sequence, index)
 
+    def num_shareable(self, sequence: Sequence, other: Sequence) -> int:
+        """Full blocks that a sequence can have from another one, once that is computed."""
+        if sequence.request.cache_salt != other.request.cache_salt or sequence.lacks_prompt_rows:
+            return 0
+        low, high = 0, min(self._num_usable_blocks(each) for each in (sequence, other))
+        while low < high:
+            middle = (low + high + 1) // 2
+            span = slice(low * self._block_size, middle * self._block_size)
+            if sequence.token_ids[span] == other.token_ids[span]:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
     def _num_usable_blocks(self, sequence: Sequence) -> int:
         if not self.is_enabled:
             return 0

@@ -406,6 +406,11 @@ class Scheduler:
 
     # Looking in.
 
+    def num_blocks_ahead(self) -> tuple[int, ...]:
+        """Blocks of each group that there will be when the prompts that can run are computed."""
+        num_more = self._config.max_num_seqs - len(self.running)
+        return self.kv.num_blocks_ahead([*self.running, *self.waiting[:num_more]])
+
     def stats(self) -> EngineStats:
         """A snapshot; bytes are the engine's to fill in."""
         return self._counters.snapshot(self.kv, self.running, self.waiting)

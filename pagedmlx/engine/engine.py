@@ -60,6 +60,14 @@ class Runner(Protocol):
         """Bytes of the pool's arrays now."""
         ...
 
+    def has_room(self, num_blocks: tuple[int, ...]) -> bool:
+        """Whether the pool's arrays hold so many blocks of each group."""
+        ...
+
+    def grow(self, num_blocks: tuple[int, ...], num_ahead: tuple[int, ...]) -> None:
+        """Make room for so many blocks of each group, and where it can for those ahead at once."""
+        ...
+
     def shrink(self, num_blocks: tuple[int, ...]) -> None:
         """Give back what lies behind so many blocks of each group."""
         ...
@@ -236,6 +244,9 @@ class Engine:
             live = self._live[entry.sequence.request.request_id]
             if live.scheduled_s is None:
                 live.scheduled_s = now
+        num_blocks = self._scheduler.kv.num_created_blocks
+        if not self._runner.has_room(num_blocks):
+            self._runner.grow(num_blocks, self._scheduler.num_blocks_ahead())
         if self._pacer is not None:
             self._pacer.start(step)
         self._runner.dispatch(step)
@@ -268,7 +279,9 @@ class Engine:
         """Give back the memory of blocks that nobody has needed for ``idle_release_s``, if due."""
         if self.release_due_in_s() == 0.0:
             self._last_release_s = self._clock()
-            self._runner.shrink(self._scheduler.kv.give_back_unused())
+            self._scheduler.kv.give_back_unused()
+            # What the pool has grown for may not be in use yet.
+            self._runner.shrink(self._scheduler.num_blocks_ahead())
 
     def stats(self) -> EngineStats:
         """A snapshot of all counts."""

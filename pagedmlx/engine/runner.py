@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
 import mlx.core as mx
 import numpy as np
 
-from pagedmlx.core.batch import NO_BLOCK, BatchArrays, GroupArrays, build_batch
+from pagedmlx.core.batch import BatchArrays, build_batch
 from pagedmlx.core.step import Step, StepResult
 from pagedmlx.kv.store import KVStore
 from pagedmlx.models.adapter import ModelAdapter
@@ -73,7 +74,6 @@ class ModelRunner:
         self._chooser.drop(step.freed)
         host = build_batch(step, self._store.layout.block_size)
         for group, arrays in enumerate(host.groups):
-            self._make_room(group, arrays)
             self._store.check(group, arrays)
             self._store.copy_blocks(group, arrays.copy_src, arrays.copy_dst)
         batch = self._batch(host)
@@ -109,23 +109,39 @@ class ModelRunner:
         """Bytes of the pool's arrays now."""
         return self._store.num_bytes
 
+    def has_room(self, num_blocks: tuple[int, ...]) -> bool:
+        """Whether the pool's arrays hold so many blocks of each group."""
+        return all(self._store.has_room(group, count) for group, count in enumerate(num_blocks))
+
+    def grow(self, num_blocks: tuple[int, ...], num_ahead: tuple[int, ...]) -> None:
+        """Let the pool grow where it has no room.
+
+        That copies the pool and waits for the device, so it pays to do it seldom.
+
+        Args:
+            num_blocks: Blocks of each group that are needed at once.
+            num_ahead: Blocks of each group that will be needed as far as anybody knows. As long as
+                there is memory for it, the arrays get that long, or twice as long as they are.
+
+        Raises:
+            RuntimeError: The device has no memory even for what is needed at once.
+        """
+        for group, (needed, ahead) in enumerate(zip(num_blocks, num_ahead, strict=True)):
+            if not self._store.has_room(group, needed):
+                self._grow(group, needed, ahead)
+
+    def _grow(self, group: int, needed: int, ahead: int) -> None:
+        doubled = max(needed, 2 * self._store.num_blocks[group])
+        for num_blocks in sorted({doubled, max(doubled, ahead)}, reverse=True):
+            with suppress(RuntimeError):  # MLX's, of memory
+                self._fit(group, num_blocks)
+                return
+        self._fit(group, needed)
+
     def shrink(self, num_blocks: tuple[int, ...]) -> None:
         """Give back what lies behind so many blocks of each group, in whole slabs."""
         for group, count in enumerate(num_blocks):
-            self._fit(group, count)
-
-    def _make_room(self, group: int, arrays: GroupArrays) -> None:
-        """Let the pool grow for the blocks of a step."""
-        num_blocks = 1 + max(
-            int(ids.max(initial=NO_BLOCK)) for ids in (arrays.block_tables, arrays.copy_dst)
-        )
-        if self._store.has_room(group, num_blocks):
-            return
-        try:
-            # Growing copies the pool, so it pays to do it seldom.
-            self._fit(group, max(num_blocks, 2 * self._store.num_blocks[group]))
-        except RuntimeError:  # MLX's, of memory
-            self._fit(group, num_blocks)
+            self._fit(group, min(count, self._store.num_blocks[group]))
 
     def _fit(self, group: int, num_blocks: int) -> None:
         if not self._store.fits(group, num_blocks):

@@ -34,6 +34,14 @@ class BlockPoolMachine(RuleBasedStateMachine):
         self.index = PrefixIndex()
         self.pool = BlockPool(num_blocks, self.index, self.num_kept)
 
+    @rule(count=st.integers(0, 6))
+    def foresee(self, count: int) -> None:
+        if self.pool.can_allocate(count):
+            num_created = self.pool.num_created_after(count, count)
+            for _ in range(count):
+                self.allocate()
+            assert self.pool.num_created_blocks == num_created
+
     @rule()
     def allocate(self) -> None:
         num_free = self.num_blocks - len(self.in_use) - len(self.cached)

@@ -434,3 +434,58 @@ def test_a_fork_counts_the_copy_of_its_partly_filled_block() -> None:
     twin = Sequence(1, first.request, 1, [*A, 1, 2], kv.new_tables())
     prefix = kv.find_forkable(twin, first)
     assert kv.num_blocks_short(twin, prefix) == 1 - 2
+
+
+# What is ahead.
+
+
+def test_a_beginning_that_several_can_share_is_ahead_once() -> None:
+    kv = make_kv(64)
+    first, second, other = (new_sequence(kv, A + B + last) for last in (C, A, B))
+    # Each has a block to grow into.
+    assert kv.num_blocks_ahead([first]) == (4,)
+    assert kv.num_blocks_ahead([first, second, other]) == (4 + 2 + 2,)
+    turns = [new_sequence(kv, A + last) for last in (B + C, C + B, C + B)]
+    assert kv.num_blocks_ahead(turns) == (4 + 3 + 2,)
+    salted = new_sequence(kv, A + B + C, salt="other")
+    assert kv.num_blocks_ahead([first, salted]) == (8,)
+    told = make_request(A + B + C, prompt_logprobs=0)
+    computed_whole = Sequence(0, told, 0, list(A + B + C), kv.new_tables())
+    assert kv.num_blocks_ahead([first, computed_whole]) == (8,)
+    uncached = make_kv(64, prefix_caching=False)
+    assert uncached.num_blocks_ahead([first, second]) == (8,)
+
+
+def test_blocks_that_are_there_already_are_not_ahead() -> None:
+    kv = make_kv(64)
+    running = compute(kv, A + B + C)
+    assert kv.num_created_blocks == (3,)
+    assert kv.num_blocks_ahead([running]) == (4,)
+    kv.release(compute(kv, C + B))
+    # Cached ones stay as long as there may be more.
+    assert kv.num_created_blocks == (5,)
+    assert kv.num_blocks_ahead([running, new_sequence(kv, A + C)]) == (5 + 1 + 2,)
+    kv.reset_cache()
+    assert kv.num_blocks_ahead([running, new_sequence(kv, A + C)]) == (5 + 1,)
+
+
+def test_a_window_has_no_more_ahead_than_it_holds_and_what_stays_cached() -> None:
+    kv = make_kv(64, groups=(FULL, WINDOW), prefix_caching=False, max_chunk=4)
+    # Two chunks, and one block that they may reach into.
+    assert kv.num_blocks_ahead([new_sequence(kv, 8 * A)]) == (9, 3)
+    for kept in (64, 6, 2):
+        groups, kept_blocks = (FULL, WINDOW), (64, kept)
+        kv = KVManager(groups, (64, 64), 4, num_kept_blocks=kept_blocks, max_chunk=4)
+        assert kv.num_blocks_ahead([new_sequence(kv, 8 * A)]) == (9, min(9, max(kept, 3)))
+
+
+def test_those_that_do_not_fit_together_are_not_ahead() -> None:
+    kv = make_kv(8)
+    sequences = [new_sequence(kv, tokens) for tokens in (A + B, C, B + A)]
+    assert kv.num_blocks_ahead(sequences[:2]) == (5,)
+    assert kv.num_blocks_ahead(sequences) == (8,)
+    assert kv.num_blocks_ahead([*sequences, *sequences]) == (8,)
+    smaller = make_kv(7)
+    assert smaller.num_blocks_ahead(sequences) == (5,)
+    # Nor is who comes behind them, so that a long queue is never looked through.
+    assert smaller.num_blocks_ahead([*sequences, new_sequence(smaller, C)]) == (5,)

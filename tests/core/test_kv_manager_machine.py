@@ -169,10 +169,23 @@ class KVManagerMachine(RuleBasedStateMachine):
 
     @rule()
     def give_back_unused(self) -> None:
-        before = [pool.num_created_blocks for pool in self.kv.pools]
-        kept = self.kv.give_back_unused()
-        for pool, created, count in zip(self.kv.pools, before, kept, strict=True):
-            assert pool.num_used_blocks <= count == pool.num_created_blocks <= created
+        before = self.kv.num_created_blocks
+        self.kv.give_back_unused()
+        after = self.kv.num_created_blocks
+        for pool, created, kept in zip(self.kv.pools, before, after, strict=True):
+            assert pool.num_used_blocks <= kept <= created
+
+    @rule(prompts=st.lists(prompts(), max_size=4), salt=cache_salts)
+    def look_ahead(self, prompts: list[tuple[int, ...]], salt: str) -> None:
+        """More sequences never need fewer blocks, and none need more than there may be."""
+        sequences = [*self.live, *(self._create(prompt, salt) for prompt in prompts)]
+        before = self.kv.num_created_blocks
+        assert self.kv.num_blocks_ahead([]) == before
+        for count in range(1, len(sequences) + 1):
+            ahead = self.kv.num_blocks_ahead(sequences[:count])
+            for pool, least, most in zip(self.kv.pools, before, ahead, strict=True):
+                assert least <= most <= pool.num_blocks
+            before = ahead
 
     @invariant()
     def everything_agrees(self) -> None:

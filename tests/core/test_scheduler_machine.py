@@ -80,6 +80,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         if hasattr(self, "driver"):
             self.driver.scheduler.check_integrity()
 
+    @invariant()
+    def what_is_ahead_is_within_the_pool(self) -> None:
+        if hasattr(self, "driver"):
+            kv = self.driver.kv
+            ahead = self.driver.scheduler.num_blocks_ahead()
+            for pool, count in zip(kv.pools, ahead, strict=True):
+                assert pool.num_created_blocks <= count <= pool.num_blocks
+
     def teardown(self) -> None:
         if not hasattr(self, "driver"):
             return

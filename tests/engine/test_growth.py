@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import mlx.core as mx
 import pytest
 
 from pagedmlx import LLM, SamplingParams
+from pagedmlx.core.groups import KVGroup, KVGroupKind
 from pagedmlx.core.kv_manager import KVManager
 from pagedmlx.engine import memory
 from pagedmlx.engine.engine import Engine
 from pagedmlx.engine.outputs import Job
+from pagedmlx.engine.runner import ModelRunner
 from pagedmlx.engine.worker import EngineWorker
 from pagedmlx.kv import resize, store
+from pagedmlx.kv.layout import KVLayout, LayerShape
+from pagedmlx.sampling.sampler import Sampler
 from tests.support.engines import FakeRunner, make_engine, run_jobs
 from tests.support.tiny_models import save_tiny_folder
 
@@ -91,6 +96,80 @@ def test_nothing_is_given_back_where_nothing_can_or_shall_be(settings: dict[str,
     assert engine.release_due_in_s() is None
 
 
+PROMPTS_THAT_COME_TOGETHER = [pytest.param([20] * 8, id="many"), pytest.param([200], id="long")]
+
+
+@pytest.mark.usefixtures("depth")
+@pytest.mark.parametrize("lengths", PROMPTS_THAT_COME_TOGETHER)
+def test_the_pool_grows_once_for_prompts_that_take_many_steps(lengths: list[int]) -> None:
+    runner = FakeRunner()
+    runner.room = (SLAB,)
+    engine = make(Clock(), runner, max_num_batched_tokens=16)
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    prompts = [str(n) * length for n, length in enumerate(lengths)]
+    run_jobs(engine, [Job(prompt=prompt, sampling_params=params) for prompt in prompts])
+    assert engine.stats().num_steps > 10
+    assert engine._scheduler.kv.num_created_blocks > (4 * SLAB,)
+    assert runner.num_growths == 1
+
+
+@pytest.mark.usefixtures("depth")
+def test_what_the_pool_has_grown_for_is_not_given_back_before_it_is_used() -> None:
+    clock, runner = Clock(), FakeRunner()
+    runner.room = (SLAB,)
+    engine = make(clock, runner, max_num_batched_tokens=16)
+    for length, max_tokens in ((40, 1), (60, 4), (60, 4)):
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        engine.add_request(Job(prompt=f"{length:0{length}}", sampling_params=params))
+    engine.add_request(Job(prompt="x" * 60, sampling_params=SamplingParams(max_tokens=4)))
+    while engine.has_unfinished:
+        clock.now += IDLE_S
+        engine.release_unused()
+        engine.step()
+    assert len(runner.shrunk) > 1
+    assert runner.num_growths == 1
+    clock.now += IDLE_S
+    engine.release_unused()
+    clock.now += IDLE_S
+    engine.release_unused()
+    assert runner.room == (SLAB,)
+
+
+@pytest.mark.parametrize(
+    ("most", "tried", "length"),
+    [(32, [28], 28), (27, [28, 8], 8), (7, [28, 8, 6], 6), (5, [28, 8, 6], 4)],
+)
+def test_a_pool_grows_by_less_where_there_is_no_memory_for_what_is_ahead(
+    most: int, tried: list[int], length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = (LayerShape(1, 2, 2),)
+    layout = KVLayout(4, "float32", layers, (KVGroup(KVGroupKind.FULL, (0,)),))
+    pool = store.KVStore(layout, (32,), slab_blocks=2)
+    pool.fit(0, 4)
+    runner = ModelRunner(Mock(), pool, Sampler())
+    lengths: list[int] = []
+
+    def with_length(array: mx.array, length: int, fill: float) -> mx.array:
+        if length > most:
+            lengths.append(length)
+            raise RuntimeError("[malloc] no memory")
+        return resize.with_length(array, length, fill)
+
+    monkeypatch.setattr(store, "with_length", with_length)
+    if length < 6:
+        with pytest.raises(RuntimeError):
+            runner.grow((5,), (27,))
+    else:
+        runner.grow((5,), (27,))
+    assert lengths == [each for each in tried if each > most]
+    assert pool.num_blocks == [length]
+    assert runner.has_room((length,))
+    assert not runner.has_room((length + 1,))
+    # To give back more than there is changes nothing.
+    runner.shrink((32,))
+    assert pool.num_blocks == [length]
+
+
 def test_an_idle_engine_gives_back_by_itself() -> None:
     runner = FakeRunner()
     clock = time.monotonic
@@ -145,8 +224,37 @@ def test_a_model_answers_the_same_while_its_pool_grows_and_shrinks(
                 release_now(llm)
             sizes.append(llm.stats().allocated_bytes)
         assert sizes[0] == sizes[2] == sizes[4] == whole // 16
-        assert sizes[0] < sizes[1] == sizes[3] < whole
+        # How far it grows depends on how many have come by then.
+        assert all(sizes[0] < size < whole for size in (sizes[1], sizes[3]))
     assert bool(refused) is (most < 320)
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama_window"])
+@pytest.mark.parametrize("lengths", [[70] * 6, [300]])
+def test_a_model_s_pool_grows_once_for_prompts_that_come_together(
+    kind: str, lengths: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_tiny_folder(tmp_path, kind)
+    monkeypatch.setattr(memory, "MIN_SLAB_BYTES", 0)
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    jobs = [
+        Job(prompt_token_ids=[6 + (n * 7 + i) % 200 for i in range(x)], sampling_params=params)
+        for n, x in enumerate(lengths)
+    ]
+    fit, groups = store.KVStore.fit, list[int]()
+
+    def noted(pool: store.KVStore, group: int, num_blocks: int) -> None:
+        groups.append(group)
+        fit(pool, group, num_blocks)
+
+    monkeypatch.setattr(store.KVStore, "fit", noted)
+    with LLM(str(folder), num_blocks=128, block_size=8, max_num_batched_tokens=64) as llm:
+        engine = llm._worker.engine
+        # On its own thread, so that no step runs before all have come.
+        llm._worker.call(lambda: run_jobs(engine, jobs)).result(60)
+        assert llm.stats().num_steps > 5
+        assert llm.stats().peak_used_blocks > 4 * SLAB
+        assert groups == list(range(len(engine._scheduler.kv.pools)))
 
 
 def release_now(llm: LLM) -> None:

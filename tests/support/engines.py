@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from hashlib import blake2b
+from operator import le
 
 import numpy as np
 
@@ -73,6 +74,9 @@ class FakeRunner:
         self.before_step = before_step
         self.num_closes = 0
         self.shrunk: list[tuple[int, ...]] = []
+        # Blocks of each group that there is room for; None is any number.
+        self.room: tuple[int, ...] | None = None
+        self.num_growths = 0
         self.scheduled: set[str] = set()
         self.under_way: list[Step] = []
 
@@ -125,8 +129,19 @@ class FakeRunner:
     def pool_bytes(self) -> int:
         return self.shrunk[-1][0] if self.shrunk else 0
 
+    def has_room(self, num_blocks: tuple[int, ...]) -> bool:
+        return self.room is None or all(map(le, num_blocks, self.room))
+
+    def grow(self, num_blocks: tuple[int, ...], num_ahead: tuple[int, ...]) -> None:
+        assert not self.has_room(num_blocks)
+        assert all(map(le, num_blocks, num_ahead))
+        self.room = num_ahead
+        self.num_growths += 1
+
     def shrink(self, num_blocks: tuple[int, ...]) -> None:
         self.shrunk.append(num_blocks)
+        if self.room is not None:
+            self.room = tuple(map(min, self.room, num_blocks))
 
     def close(self) -> None:
         self.num_closes += 1
