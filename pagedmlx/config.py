@@ -35,7 +35,8 @@ class EngineConfig:
         max_model_len: Longest prompt plus output in tokens; None is the model's own limit.
         max_num_seqs: Most sequences that run in one step.
         max_num_batched_tokens: Token budget of one step.
-        prefill_chunk_size: Most tokens of one prompt that one step computes.
+        prefill_chunk_size: Most tokens of one prompt that one step computes; None is what suits the
+            device: on a GPU as many as a step takes, on the CPU and with sliding windows 512.
         max_stream_gap_ms: Longest time that a running stream should wait for its next token while
             prompts are computed; 0 is no limit. None is no limit either, except ``for_streams``.
         enable_prefix_caching: Share the blocks of equal prompt beginnings.
@@ -65,7 +66,7 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
-    prefill_chunk_size: int = 512
+    prefill_chunk_size: int | None = None
     max_stream_gap_ms: int | None = None
     enable_prefix_caching: bool = True
     kv_cache_dtype: str = "auto"
@@ -122,6 +123,12 @@ class EngineConfig:
             raise InvalidRequestError(
                 "idle_release_s", f"{seconds!r} must be a number of seconds from 0"
             )
+
+    @property
+    def max_chunk(self) -> int:
+        """Most tokens of a sequence that one step computes."""
+        limit = self.prefill_chunk_size
+        return min(limit or self.max_num_batched_tokens, self.max_num_batched_tokens)
 
     def for_streams(self) -> EngineConfig:
         """The same for people who watch answers come, as with a server or a chat."""

@@ -39,6 +39,9 @@ from pagedmlx.core.step import ScheduledSequence, Step, StepResult
 from pagedmlx.core.step_plan import StepPlan
 from pagedmlx.errors import InvalidRequestError, PoolTooSmallError, QueueFullError
 
+LONE_CHUNK = 512
+"""Tokens that a prompt may take however slow they are, where no stream waits for it."""
+
 LOOKAHEAD = 32
 """How many waiting sequences that can't start one step looks at before it gives up."""
 
@@ -61,6 +64,7 @@ class Scheduler:
         waiting: In order.
         running: In order.
         max_prompt_tokens: Prompt tokens of a step beside sequences that decode; None is no limit.
+            Beside none a prompt gets as many, or ``LONE_CHUNK``.
     """
 
     def __init__(
@@ -188,14 +192,13 @@ class Scheduler:
         """
         if not self.has_unfinished:
             return None
-        config = self._config
+        decodes, prompts = self._split_running()
         plan = StepPlan(
-            config.max_num_batched_tokens,
-            config.prefill_chunk_size,
+            self._config.max_num_batched_tokens,
+            self._max_chunk(alone=not decodes),
             self._max_prompt_logits,
             self._chunk_multiple,
         )
-        decodes, prompts = self._split_running()
         for sequence in decodes:
             self._schedule_running(plan, sequence)
         if plan.is_empty or self.max_prompt_tokens is None:
@@ -232,6 +235,12 @@ class Scheduler:
                 grown.append(sequence)
                 self.finish(sequence, FinishReason.STOP)
         return tuple(grown)
+
+    def _max_chunk(self, *, alone: bool) -> int:
+        """Most tokens of a prompt in a step, which newcomers wait for also where no stream does."""
+        if alone and self.max_prompt_tokens is not None:
+            return min(self._config.max_chunk, max(LONE_CHUNK, self.max_prompt_tokens))
+        return self._config.max_chunk
 
     def _split_running(self) -> tuple[list[Sequence], list[Sequence]]:
         """Running sequences in order: those with one token to compute, and those with more."""

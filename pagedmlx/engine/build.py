@@ -19,8 +19,8 @@ from pagedmlx.engine.memory import (
     OVERSHOOT,
     PoolPlan,
     device_memory_bytes,
+    fit_chunk,
     fit_step_to_device,
-    max_chunk,
     memory_limit,
     plan_pool,
 )
@@ -81,6 +81,7 @@ def build_engine(
         adapter, writer, attention = _adapt(loaded, config, undo, on_progress)
         on_gpu = mx.default_device() == mx.Device(mx.gpu)
         wanted = config.max_num_batched_tokens
+        config = fit_chunk(config, adapter.layout, on_gpu=on_gpu)
         config, headroom = fit_step_to_device(config, adapter, writer, loaded.parameter_bytes)
         plan = plan_pool(
             config,
@@ -102,8 +103,8 @@ def build_engine(
         chunk_multiple = 1
         if isinstance(adapter.backend, KernelBackend):
             on_progress("measuring", None)
-            chunk_multiple = adapter.backend.chunk_multiple
-            attention += tune(adapter.backend, max_chunk(config), limits.max_model_len)
+            chunk_multiple = adapter.backend.chunk_multiple(config.max_chunk)
+            attention += tune(adapter.backend, config.max_chunk, limits.max_model_len)
         memory_limits = MemoryLimits(None if limit is None else limit - headroom // OVERSHOOT)
         undo.callback(memory_limits.undo)
         on_progress("allocating the pool", None)
@@ -121,7 +122,7 @@ def build_engine(
             salts=(loaded.model_id, adapter.layout.dtype),
             num_kept_blocks=plan.num_kept_blocks,
             slab_blocks=plan.slab_blocks,
-            max_chunk=max_chunk(config),
+            max_chunk=config.max_chunk,
         )
         engine = Engine(
             config,

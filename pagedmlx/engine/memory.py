@@ -37,6 +37,9 @@ CPU_HEADROOM_BYTES = 1 << 30
 
 _RUNNING_AHEAD = 2
 
+SMALL_CHUNK = 512
+"""Tokens of a prompt in a step where more of them would take much memory."""
+
 MIN_STEP_TOKENS = 64
 """Steps are made no smaller than that to leave more memory to the pool."""
 
@@ -82,6 +85,23 @@ def device_memory_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def fit_chunk(config: EngineConfig, layout: KVLayout, *, on_gpu: bool) -> EngineConfig:
+    """Choose how much of a prompt a step computes at most, unless the user did.
+
+    The fewer steps, the less often a prompt's context is read again. But the CPU's attention keeps
+    all scores of a chunk, and what a window has passed is given back only behind a chunk.
+
+    Args:
+        config: The user's wishes.
+        layout: What the model keeps.
+        on_gpu: Where it runs.
+    """
+    if config.prefill_chunk_size is not None:
+        return config
+    is_large = on_gpu and all(group.window is None for group in layout.groups)
+    return replace(config, prefill_chunk_size=config.max_chunk if is_large else SMALL_CHUNK)
+
+
 def fit_step(
     config: EngineConfig, spare_bytes: int, measure: Callable[[int], int]
 ) -> tuple[EngineConfig, int]:
@@ -95,7 +115,7 @@ def fit_step(
     Returns:
         The settings with what a step computes, and the bytes that it needs beside weights and pool.
     """
-    num_tokens, chunk = config.max_num_batched_tokens, max_chunk(config)
+    num_tokens, chunk = config.max_num_batched_tokens, config.max_chunk
     needed = measure(chunk)
     while True:
         headroom = _RUNNING_AHEAD * needed * -(-num_tokens // chunk)
@@ -253,13 +273,8 @@ def plan_pool(
     )
 
 
-def max_chunk(config: EngineConfig) -> int:
-    """Most tokens of a sequence that one step computes."""
-    return min(config.prefill_chunk_size, config.max_num_batched_tokens)
-
-
 def _windows(config: EngineConfig, layout: KVLayout) -> Windows:
-    return Windows(layout.groups, layout.block_size, max_chunk(config))
+    return Windows(layout.groups, layout.block_size, config.max_chunk)
 
 
 def _divide(available: int, layout: KVLayout, windows: Windows) -> tuple[int, ...]:

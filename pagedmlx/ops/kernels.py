@@ -29,9 +29,6 @@ from pagedmlx.ops.variants import MAX_ROWS, DecodePath, DecodeVariant, GatherVar
 DEFAULT_WAVE = 528
 """Threadgroups of 4 SIMD-groups that an H200 runs at once: 132 multiprocessors with 4 each."""
 
-CHUNK_MULTIPLE = 512
-"""Fewer tokens leave a GPU idle that is so fast that plans matter."""
-
 
 class KernelBackend:
     """Attends through custom kernels; what they do is planned once a step.
@@ -145,10 +142,15 @@ class KernelBackend:
         """The same for steps with a cascade, in such layers."""
         return self._planner.idle_cascades(kind)
 
-    @property
-    def chunk_multiple(self) -> int:
-        """Where chunks of prompts should end, so that their shapes recur if that saves time."""
-        return CHUNK_MULTIPLE if any(map(self.can_plan_chunks, self.kinds)) else 1
+    def chunk_multiple(self, max_chunk: int) -> int:
+        """Where chunks of prompts should end, so that their shapes recur if that saves time.
+
+        Args:
+            max_chunk: Most tokens of a chunk.
+        """
+        if not any(map(self.can_plan_chunks, self.kinds)):
+            return 1
+        return 1 << max(max_chunk.bit_length() - 1, 0)
 
     def can_plan_chunks(self, kind: DecodeVariant) -> bool:
         """Whether chunks in such layers may go by an attention that needs a plan for each shape."""

@@ -41,6 +41,9 @@ _CHAIN = 8
 _ROUNDS = 3
 
 
+MIN_CHUNK = 512
+"""Shorter chunks leave a GPU idle that is so fast that plans matter."""
+
 PLANNED_TOKENS = 16_384
 """Up to here chunks of whole prompts find a plan; each takes about 0.1 s on an H200."""
 
@@ -157,17 +160,23 @@ def _compare_prefills(backend: KernelBackend, base: DecodeVariant) -> None:
 
 
 def _plan_chunks(backend: KernelBackend, base: DecodeVariant, chunk: int, max_len: int) -> None:
-    """Have MLX plan the attention of a long prompt's chunks, where it needs plans."""
+    """Have MLX plan the attention of a long prompt's chunks, where it needs plans.
+
+    A chunk is as long as it may be, or half or a quarter beside other sequences of the step.
+    """
     block_size = base.pool.block_size
-    if not backend.can_plan_chunks(base) or chunk % block_size:
+    if not backend.can_plan_chunks(base):
         return
+    longest = backend.chunk_multiple(chunk)
+    lengths = {longest, *(longest // part for part in (2, 4) if longest >= part * MIN_CHUNK)}
     gather = KernelBackend(backend.launcher, backend.wave, prefill=PrefillPath.GATHER)
-    for num_tokens in range(chunk, max_len + 1, chunk):
-        tables = np.arange(num_tokens // block_size, dtype=np.int32)[None]
-        layer = TrialLayer(backend.launcher, base, tables.size, chunk)
-        batch = PagedBatch(batch_of([(num_tokens - chunk, chunk)], [tables], block_size))
-        layer.attend(gather, batch, 1, from_pool=True)
-        backend.note_chunk_plan(base, chunk, num_tokens)
+    for length in sorted(length for length in lengths if length % block_size == 0):
+        for num_tokens in range(length, max_len + 1, length):
+            tables = np.arange(num_tokens // block_size, dtype=np.int32)[None]
+            layer = TrialLayer(backend.launcher, base, tables.size, length)
+            batch = PagedBatch(batch_of([(num_tokens - length, length)], [tables], block_size))
+            layer.attend(gather, batch, 1, from_pool=True)
+            backend.note_chunk_plan(base, length, num_tokens)
 
 
 def _gain(launcher: Launcher, wave: int, base: DecodeVariant, count: int, shared: int) -> float:

@@ -15,7 +15,8 @@ MERGE_ROW = 8
 MIN_CHUNK = 64
 MAX_CHUNK = 2048
 SHORT = 512
-"""Sequences up to here are better left whole than merged, once there are enough of them."""
+"""Sequences up to here are better left whole than merged once they fill an eighth of the device;
+up to twice as long ones where they fill more."""
 UNLIMITED = 1 << 30
 """Stands for no window."""
 
@@ -53,8 +54,8 @@ def choose_chunk(lows: Int32Array, ends: Int32Array, groups_per_item: int, wave:
         groups_per_item: Threadgroups of one item.
         wave: Threadgroups that the device runs at once.
     """
-    short = (ends - lows).max() <= SHORT
-    if short and len(ends) * groups_per_item * 8 >= wave:
+    filled = len(ends) * groups_per_item * 8 / wave
+    if filled >= 1 and (ends - lows).max() <= SHORT * min(filled, 2):
         return MAX_CHUNK
     chunk = MIN_CHUNK
     while chunk < MAX_CHUNK and _counts(lows, ends, chunk).sum() * groups_per_item > wave:

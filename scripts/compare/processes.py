@@ -11,9 +11,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from pagedmlx.config import EngineConfig
 from scripts.compare.simulate import core_counts, run
-from scripts.compare.systems import Paged
+from scripts.compare.systems import LIMITS, Paged
 from scripts.compare.traces import Job, Trace
 
 SCRIPT = Path(__file__).with_name("real.py")
@@ -125,7 +124,11 @@ def compare(
     num_blocks = pool_blocks(trace, depth)
     expected = expect(trace, num_blocks, depth)
     jobs = [asdict(job) for job in trace.jobs]
-    settings = {"num_blocks": num_blocks, "max_num_seqs": MAX_NUM_SEQS}
+    settings = {
+        "num_blocks": num_blocks,
+        "max_num_seqs": MAX_NUM_SEQS,
+        "prefill_chunk_size": LIMITS.max_chunk,
+    }
     common = {"model": model, "jobs": jobs, "settings": settings, "max_num_seqs": MAX_NUM_SEQS}
     rows: dict[str, dict[str, Any]] = {}
     for system in SYSTEMS:
@@ -170,7 +173,7 @@ def expect(trace: Trace, num_blocks: int, depth: int) -> dict[str, int]:
 
 
 def _paged(slots: int, depth: int) -> Paged:
-    return Paged(slots, limits=EngineConfig(max_num_seqs=MAX_NUM_SEQS), depth=depth)
+    return Paged(slots, limits=replace(LIMITS, max_num_seqs=MAX_NUM_SEQS), depth=depth)
 
 
 def _at_once(trace: Trace) -> Trace:

@@ -23,7 +23,7 @@ from pagedmlx.core.step import Step, StepResult
 from scripts.compare.allocators import Allocator, Region
 from scripts.compare.traces import Job
 
-LIMITS = EngineConfig(max_num_seqs=1024)
+LIMITS = EngineConfig(max_num_seqs=1024, prefill_chunk_size=512)
 """Token budget, chunk size and bounded overtaking, the same for all systems."""
 
 LOOKAHEAD = 32
@@ -123,7 +123,7 @@ class _Batch:
                 continue
             self.waiting.remove(candidate)
             self.running.append(candidate)
-            budget -= min(candidate.num_left, LIMITS.prefill_chunk_size)
+            budget -= min(candidate.num_left, LIMITS.max_chunk)
             for passed in blocked:
                 passed.num_overtaken += 1
         return bool(blocked)
@@ -132,14 +132,14 @@ class _Batch:
         """Run what fits the token budget, single tokens first; returns how many tokens."""
         budget = LIMITS.max_num_batched_tokens
         for candidate in sorted(self.running, key=lambda each: each.num_left > 1):
-            count = min(candidate.num_left, LIMITS.prefill_chunk_size, budget)
+            count = min(candidate.num_left, LIMITS.max_chunk, budget)
             candidate.num_computed += count
             budget -= count
         return LIMITS.max_num_batched_tokens - budget
 
     def budget_left(self) -> int:
         """Tokens of the budget that those who run leave."""
-        wanted = sum(min(each.num_left, LIMITS.prefill_chunk_size) for each in self.running)
+        wanted = sum(min(each.num_left, LIMITS.max_chunk) for each in self.running)
         return max(0, LIMITS.max_num_batched_tokens - wanted)
 
     def drop_ended(self) -> tuple[list[_Candidate], list[int]]:

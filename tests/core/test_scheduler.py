@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagedmlx.core.groups import KVGroup, Windows
+from pagedmlx.core.scheduler import LONE_CHUNK
 from pagedmlx.core.sequence import FinishReason, Sequence, SequenceStatus
 from pagedmlx.core.step import Step, StepResult
 from pagedmlx.errors import InvalidRequestError, PoolTooSmallError, QueueFullError
@@ -601,6 +602,15 @@ def test_prompts_beside_a_stream_share_a_limit_so_that_short_ones_do_not_wait_fo
     assert prompt_tokens(driver) == {"stream": 0, "short": 0, "long": 62}
     driver.run()
     driver.check_outputs()
+
+
+def test_a_prompt_that_no_stream_waits_for_takes_what_is_quick_or_a_fixed_number() -> None:
+    driver = make_driver(1024, 4, max_num_batched_tokens=2048, prefill_chunk_size=2048)
+    driver.add(make_request(range(3600), 4, request_id="long"))
+    # Whoever comes meanwhile waits for the step.
+    for limit, expected in ((4, LONE_CHUNK), (700, 700), (None, 2048)):
+        driver.scheduler.max_prompt_tokens = limit
+        assert prompt_tokens(driver) == {"long": expected}
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 4])

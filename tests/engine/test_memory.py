@@ -12,9 +12,11 @@ from pagedmlx.engine.memory import (
     MAX_CPU_POOL_BYTES,
     MIN_SLAB_BYTES,
     MIN_STEP_TOKENS,
+    SMALL_CHUNK,
     STATE_ONLY_TOKENS,
     PoolPlan,
     device_memory_bytes,
+    fit_chunk,
     fit_step,
     plan_pool,
 )
@@ -178,11 +180,28 @@ def test_steps_leave_half_of_the_memory_to_the_pool(spare: int, tokens: int, chu
         tried.append(num_rows)
         return 2 * num_rows
 
-    config, headroom = fit_step(EngineConfig(), spare, measure)
+    config, headroom = fit_step(EngineConfig(prefill_chunk_size=512), spare, measure)
     assert (config.max_num_batched_tokens, config.prefill_chunk_size) == (tokens, chunk)
     assert headroom == 2 * 2 * tokens
     assert tried == sorted(set(tried), reverse=True)
     assert tried[-1] == chunk
+
+
+@pytest.mark.parametrize(
+    ("wanted", "layout", "on_gpu", "chunk"),
+    [
+        (None, EVEN, True, 2048),
+        (None, EVEN, False, SMALL_CHUNK),
+        (None, LAYOUT, True, SMALL_CHUNK),  # what a window has passed waits for the chunk's end
+        (3000, EVEN, True, 2048),
+        (700, LAYOUT, False, 700),
+    ],
+)
+def test_chunks_are_what_suits_the_device_unless_the_user_chose(
+    wanted: int | None, layout: KVLayout, on_gpu: bool, chunk: int
+):
+    config = fit_chunk(EngineConfig(prefill_chunk_size=wanted), layout, on_gpu=on_gpu)
+    assert config.max_chunk == chunk
 
 
 def test_steps_that_were_small_already_stay_as_they_are():

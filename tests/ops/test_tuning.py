@@ -133,12 +133,15 @@ def test_both_ways_are_really_timed(launcher: FiberLauncher, sinks: bool) -> Non
 
 
 @pytest.mark.parametrize("platform", Platform)
+@pytest.mark.parametrize("has_halves", [False, True])
 def test_chunks_of_long_prompts_find_a_plan_where_one_is_needed(
-    platform: Platform, monkeypatch: pytest.MonkeyPatch
+    platform: Platform, has_halves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launcher = FiberLauncher()
     launcher.platform = platform
     monkeypatch.setattr(tuning, "PLANNED_TOKENS", 80)
+    if has_halves:
+        monkeypatch.setattr(tuning, "MIN_CHUNK", 16)
     gains(monkeypatch, 0.0)
     backend = KernelBackend(launcher)
     case = make_case(
@@ -153,11 +156,11 @@ def test_chunks_of_long_prompts_find_a_plan_where_one_is_needed(
         for rows, tokens in ((32, 32), (32, 64), (32, 96), (16, 64))
     }
     gathered = [shape for shape, path in found.items() if path == "gather"]
-    planned = [(32, 32), (32, 64)] if platform is Platform.CUDA else []
-    assert gathered == planned
+    planned = [(32, 32), (32, 64), *([(16, 64)] if has_halves else [])]
+    assert gathered == (planned if platform is Platform.CUDA else [])
     # One more compares the ways to attend; the first chunk is gathered as well.
     num_gathers = sum(n for name, n in launcher.executed.items() if "_gather_" in name)
-    assert num_gathers == (3 if planned else 0)
+    assert num_gathers == (3 + 5 * has_halves if platform is Platform.CUDA else 0)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

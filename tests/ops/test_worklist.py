@@ -66,7 +66,7 @@ def test_blocks_that_are_not_there_become_valid_ids() -> None:
 def test_chunks_are_the_shortest_that_run_at_once() -> None:
     rng = np.random.default_rng(0)
     for _ in range(200):
-        ends = rng.integers(513, 40_000, rng.integers(1, 40)).astype(np.int32)
+        ends = rng.integers(1025, 40_000, rng.integers(1, 40)).astype(np.int32)
         lows = np.zeros_like(ends)
         chunk = choose_chunk(lows, ends, 8, 528)
         counts = {size: int((-(-ends // size)).sum()) * 8 for size in (chunk, chunk // 2)}
@@ -75,9 +75,16 @@ def test_chunks_are_the_shortest_that_run_at_once() -> None:
 
 
 def test_enough_short_sequences_are_left_whole_and_a_single_one_is_cut() -> None:
-    for count, whole in ((16, True), (1, False)):
-        _, lows, ends = _one_row([512] * count)
-        assert (choose_chunk(lows, ends, 8, 528) >= 512) == whole
+    for length, count, whole in (
+        (512, 9, True),
+        (512, 8, False),
+        (900, 16, True),
+        (900, 9, False),
+        (1024, 17, True),
+        (1025, 18, False),
+    ):
+        _, lows, ends = _one_row([length] * count)
+        assert (choose_chunk(lows, ends, 8, 528) >= length) == whole
 
 
 def test_fixed_chunks_depend_on_each_sequence_alone() -> None:
