@@ -68,6 +68,10 @@ class Runner(Protocol):
         """Make room for so many blocks of each group, and where it can for those ahead at once."""
         ...
 
+    def has_spare(self, num_blocks: tuple[int, ...]) -> bool:
+        """Whether ``shrink`` would give anything back."""
+        ...
+
     def shrink(self, num_blocks: tuple[int, ...]) -> None:
         """Give back what lies behind so many blocks of each group."""
         ...
@@ -271,7 +275,10 @@ class Engine:
 
     def release_due_in_s(self) -> float | None:
         """When ``release_unused`` has something to do next, in seconds from now; None is never."""
-        if not self.config.idle_release_s or not self._scheduler.kv.can_give_back:
+        kv = self._scheduler.kv
+        # What the pool has grown for may have been aborted before any block of it was created.
+        is_spare = kv.can_give_back or self._runner.has_spare(kv.num_created_blocks)
+        if not self.config.idle_release_s or not is_spare:
             return None
         return max(0.0, self._last_release_s + self.config.idle_release_s - self._clock())
 

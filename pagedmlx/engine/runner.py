@@ -138,10 +138,18 @@ class ModelRunner:
                 return
         self._fit(group, needed)
 
+    def has_spare(self, num_blocks: tuple[int, ...]) -> bool:
+        """Whether ``shrink`` would give anything back."""
+        return any(
+            self._store.has_room(group, count) and not self._store.fits(group, count)
+            for group, count in enumerate(num_blocks)
+        )
+
     def shrink(self, num_blocks: tuple[int, ...]) -> None:
         """Give back what lies behind so many blocks of each group, in whole slabs."""
         for group, count in enumerate(num_blocks):
-            self._fit(group, min(count, self._store.num_blocks[group]))
+            if self._store.has_room(group, count):
+                self._fit(group, count)
 
     def _fit(self, group: int, num_blocks: int) -> None:
         if not self._store.fits(group, num_blocks):

@@ -135,6 +135,41 @@ def test_what_the_pool_has_grown_for_is_not_given_back_before_it_is_used() -> No
     assert runner.room == (SLAB,)
 
 
+@pytest.mark.parametrize("ends_first", [False, True])
+def test_what_the_pool_has_grown_for_is_given_back_when_it_was_aborted(ends_first: bool) -> None:
+    clock, runner = Clock(), FakeRunner()
+    runner.room = (SLAB,)
+    engine = make(clock, runner, max_num_batched_tokens=8)
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    stream = engine.add_request(Job(prompt="a" * 40, sampling_params=params))
+    others = [
+        engine.add_request(Job(prompt=f"{n}" * 60, sampling_params=SamplingParams(max_tokens=1)))
+        for n in range(3)
+    ]
+    while not runner.num_growths:
+        engine.step()
+    kv = engine._scheduler.kv
+    if ends_first:
+        # What it held goes back while the others, none of which has begun, keep the arrays long.
+        engine.abort(stream)
+        for _ in range(2):
+            clock.now += IDLE_S
+            engine.release_unused()
+        assert kv.num_created_blocks == (SLAB,)
+    assert runner.room > (4 * SLAB,)
+    for other in others:
+        engine.abort(other)
+    assert not kv.can_give_back
+    clock.now += IDLE_S
+    engine.release_unused()
+    if ends_first:
+        assert runner.room == (SLAB,)
+        assert engine.release_due_in_s() is None
+    else:
+        # It may come to need another block for its token, and one to grow into.
+        assert runner.room <= (kv.num_created_blocks[0] + 2,)
+
+
 @pytest.mark.parametrize(
     ("most", "tried", "length"),
     [(32, [28], 28), (27, [28, 8], 8), (7, [28, 8, 6], 6), (5, [28, 8, 6], 4)],
@@ -166,8 +201,11 @@ def test_a_pool_grows_by_less_where_there_is_no_memory_for_what_is_ahead(
     assert runner.has_room((length,))
     assert not runner.has_room((length + 1,))
     # To give back more than there is changes nothing.
+    assert not runner.has_spare((32,))
     runner.shrink((32,))
     assert pool.num_blocks == [length]
+    assert not runner.has_spare((length - 1,))
+    assert runner.has_spare((length - 2,))
 
 
 def test_an_idle_engine_gives_back_by_itself() -> None:

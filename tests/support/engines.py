@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from hashlib import blake2b
-from operator import le
+from operator import gt, le
 
 import numpy as np
 
@@ -137,6 +137,9 @@ class FakeRunner:
         assert all(map(le, num_blocks, num_ahead))
         self.room = num_ahead
         self.num_growths += 1
+
+    def has_spare(self, num_blocks: tuple[int, ...]) -> bool:
+        return self.room is not None and any(map(gt, self.room, num_blocks))
 
     def shrink(self, num_blocks: tuple[int, ...]) -> None:
         self.shrunk.append(num_blocks)
