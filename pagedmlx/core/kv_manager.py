@@ -135,7 +135,7 @@ class KVManager:
             beginning = tuple(sequence.token_ids[: self.block_size])
             other = alike.get(beginning)
             if other is not None and sequence.num_computed_tokens == 0:
-                num_new -= self._cache.num_shareable(sequence, other)
+                num_new -= self._num_shareable(sequence, other)
             alike[beginning] = sequence
             held = [
                 count + min(num_new, most) for count, most in zip(num_held, promised, strict=True)
@@ -149,6 +149,11 @@ class KVManager:
             pool.num_created_after(num_blocks if keeps_passed else held, held)
             for pool, held in zip(self.pools, num_held, strict=True)
         )
+
+    def _num_shareable(self, sequence: Sequence, other: Sequence) -> int:
+        if sequence.request is other.request:  # a fork needs no cache
+            return (sequence.num_prompt_tokens - 1) // self.block_size
+        return self._cache.num_shareable(sequence, other)
 
     # Admission: what can be shared, and whether the rest fits.
 

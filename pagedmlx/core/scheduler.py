@@ -195,18 +195,19 @@ class Scheduler:
         decodes, prompts = self._split_running()
         plan = StepPlan(
             self._config.max_num_batched_tokens,
-            self._max_chunk(alone=not decodes),
+            self._max_chunk,
             self._max_prompt_logits,
             self._chunk_multiple,
         )
         for sequence in decodes:
             self._schedule_running(plan, sequence)
-        if plan.is_empty or self.max_prompt_tokens is None:
+        # A stream waits also for a step that it skips.
+        if decodes and self.max_prompt_tokens is not None:
+            self._share_prompt_tokens(plan, prompts, self.max_prompt_tokens)
+        else:
             for sequence in prompts:
                 self._schedule_running(plan, sequence)
             self._admit_waiting(plan)
-        else:
-            self._share_prompt_tokens(plan, prompts, self.max_prompt_tokens)
         return self._close(plan)
 
     def update(self, result: StepResult) -> tuple[Sequence, ...]:
@@ -236,11 +237,12 @@ class Scheduler:
                 self.finish(sequence, FinishReason.STOP)
         return tuple(grown)
 
-    def _max_chunk(self, *, alone: bool) -> int:
+    @property
+    def _max_chunk(self) -> int:
         """Most tokens of a prompt in a step, which newcomers wait for also where no stream does."""
-        if alone and self.max_prompt_tokens is not None:
-            return min(self._config.max_chunk, max(LONE_CHUNK, self.max_prompt_tokens))
-        return self._config.max_chunk
+        if self.max_prompt_tokens is None:
+            return self._config.max_chunk
+        return min(self._config.max_chunk, max(LONE_CHUNK, self.max_prompt_tokens))
 
     def _split_running(self) -> tuple[list[Sequence], list[Sequence]]:
         """Running sequences in order: those with one token to compute, and those with more."""

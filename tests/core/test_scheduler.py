@@ -15,6 +15,7 @@ from tests.support.core import (
     FULL,
     WINDOW,
     Driver,
+    NoGrammar,
     make_driver,
     make_request,
     next_token,
@@ -604,6 +605,18 @@ def test_prompts_beside_a_stream_share_a_limit_so_that_short_ones_do_not_wait_fo
     driver.check_outputs()
 
 
+def test_a_stream_that_skips_a_step_waits_for_no_more_prompt_tokens_than_others() -> None:
+    driver = make_driver(1024, 4, max_num_batched_tokens=2048, prefill_chunk_size=2048, depth=1)
+    driver.scheduler.max_prompt_tokens = 12
+    driver.add(make_request(range(8), 60, request_id="stream", grammar=NoGrammar()))
+    assert prompt_tokens(driver) == {"stream": 8}
+    driver.add(make_request(range(3600), 4, request_id="long"))
+    steps = [prompt_tokens(driver) for _ in range(6)]
+    assert {"long": 12} in steps
+    assert {"stream": 0, "long": 12} in steps
+    assert max(step.get("long", 0) for step in steps) == 12
+
+
 def test_a_prompt_that_no_stream_waits_for_takes_what_is_quick_or_a_fixed_number() -> None:
     driver = make_driver(1024, 4, max_num_batched_tokens=2048, prefill_chunk_size=2048)
     driver.add(make_request(range(3600), 4, request_id="long"))
@@ -701,5 +714,14 @@ def test_outputs_of_one_request_and_prompts_that_begin_alike_are_ahead_once() ->
     # The last block of each, and one to grow into unless its output ends in that.
     ahead = driver.scheduler.num_blocks_ahead()
     assert ahead == (4 + 5 * 1 + 1,)
+    run_and_check(driver)
+    assert driver.kv.num_created_blocks <= ahead
+
+
+def test_outputs_of_one_request_are_ahead_once_without_a_prefix_cache_too() -> None:
+    driver = make_driver(1000, 4, max_num_batched_tokens=8, prefix_caching=False)
+    driver.add(make_request((*SYSTEM, 1), 4, request_id="four", n=4))
+    ahead = driver.scheduler.num_blocks_ahead()
+    assert ahead == (4 + 4 * 1,)
     run_and_check(driver)
     assert driver.kv.num_created_blocks <= ahead
