@@ -150,7 +150,7 @@ class KernelBackend:
         """
         if not any(map(self.can_plan_chunks, self.kinds)):
             return 1
-        return 1 << max(max_chunk.bit_length() - 1, 0)
+        return 1 << (max_chunk.bit_length() - 1)
 
     def can_plan_chunks(self, kind: DecodeVariant) -> bool:
         """Whether chunks in such layers may go by an attention that needs a plan for each shape."""

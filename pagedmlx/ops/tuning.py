@@ -168,9 +168,9 @@ def _plan_chunks(backend: KernelBackend, base: DecodeVariant, chunk: int, max_le
     if not backend.can_plan_chunks(base):
         return
     longest = backend.chunk_multiple(chunk)
-    lengths = {longest, *(longest // part for part in (2, 4) if longest >= part * MIN_CHUNK)}
+    lengths = {longest // part for part in (1, 2, 4) if longest >= part * MIN_CHUNK}
     gather = KernelBackend(backend.launcher, backend.wave, prefill=PrefillPath.GATHER)
-    for length in sorted(length for length in lengths if length % block_size == 0):
+    for length in sorted(lengths):
         for num_tokens in range(length, max_len + 1, length):
             tables = np.arange(num_tokens // block_size, dtype=np.int32)[None]
             layer = TrialLayer(backend.launcher, base, tables.size, length)

@@ -140,8 +140,7 @@ def test_chunks_of_long_prompts_find_a_plan_where_one_is_needed(
     launcher = FiberLauncher()
     launcher.platform = platform
     monkeypatch.setattr(tuning, "PLANNED_TOKENS", 80)
-    if has_halves:
-        monkeypatch.setattr(tuning, "MIN_CHUNK", 16)
+    monkeypatch.setattr(tuning, "MIN_CHUNK", 16 if has_halves else 32)
     gains(monkeypatch, 0.0)
     backend = KernelBackend(launcher)
     case = make_case(
