@@ -35,8 +35,9 @@ class EngineConfig:
         max_model_len: Longest prompt plus output in tokens; None is the model's own limit.
         max_num_seqs: Most sequences that run in one step.
         max_num_batched_tokens: Token budget of one step.
-        prefill_chunk_size: Most tokens of one prompt that one step computes; None is what suits the
-            device: on a GPU as many as a step takes, on the CPU and with sliding windows 512.
+        prefill_chunk_size: Most tokens of one prompt that one step computes; None is as many as a
+            step takes, or 512 with sliding windows and where attention keeps all scores of a chunk
+            (on the CPU, and on a GPU where the kernels don't serve the prompts of a model).
         max_stream_gap_ms: Longest time that a running stream should wait for its next token while
             prompts are computed; 0 is no limit. None is no limit either, except ``for_streams``.
         enable_prefix_caching: Share the blocks of equal prompt beginnings.

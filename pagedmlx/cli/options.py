@@ -156,7 +156,11 @@ ENGINE_FLAGS = (
     Flag("max_model_len", "Longest prompt plus output in tokens.", int | None),
     Flag("max_num_seqs", "Most sequences in one step.", int),
     Flag("max_num_batched_tokens", "Token budget of one step.", int),
-    Flag("prefill_chunk_size", "Most tokens of one prompt in one step.", int | None),
+    Flag(
+        "prefill_chunk_size",
+        "Most tokens of one prompt in one step; unset: up to a whole step, 512 on the CPU.",
+        int | None,
+    ),
     Flag(
         "max_stream_gap_ms",
         "Milliseconds that prompts may keep a stream waiting; 0: any, serve and chat: 250.",

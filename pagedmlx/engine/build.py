@@ -81,7 +81,7 @@ def build_engine(
         adapter, writer, attention = _adapt(loaded, config, undo, on_progress)
         on_gpu = mx.default_device() == mx.Device(mx.gpu)
         wanted = config.max_num_batched_tokens
-        config = fit_chunk(config, adapter.layout, on_gpu=on_gpu)
+        config = fit_chunk(config, adapter.layout, keeps_scores=_keeps_scores(adapter))
         config, headroom = fit_step_to_device(config, adapter, writer, loaded.parameter_bytes)
         plan = plan_pool(
             config,
@@ -255,6 +255,13 @@ def _state_notes(plan: PoolPlan, config: EngineConfig) -> list[str]:
     if config.enable_prefix_caching:
         notes.append("prefix cache: off, as a recurrent state can't be shared by its blocks")
     return notes
+
+
+def _keeps_scores(adapter: ModelAdapter) -> bool:
+    """Whether some layer's attention keeps all scores of a prompt's chunk at once."""
+    backend = adapter.backend
+    is_paged = isinstance(backend, KernelBackend) and not adapter.reads_gathers
+    return not is_paged or backend.keeps_scores
 
 
 def _embedding_notes(embedding: EmbeddingSpec | NoEmbedding) -> list[str]:

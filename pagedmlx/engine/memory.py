@@ -85,20 +85,20 @@ def device_memory_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def fit_chunk(config: EngineConfig, layout: KVLayout, *, on_gpu: bool) -> EngineConfig:
+def fit_chunk(config: EngineConfig, layout: KVLayout, *, keeps_scores: bool) -> EngineConfig:
     """Choose how much of a prompt a step computes at most, unless the user did.
 
-    The fewer steps, the less often a prompt's context is read again. But the CPU's attention keeps
-    all scores of a chunk, and what a window has passed is given back only behind a chunk.
+    The fewer steps, the less often a prompt's context is read again. But some attention keeps all
+    scores of a chunk, and what a window has passed is given back only behind a chunk.
 
     Args:
         config: The user's wishes.
         layout: What the model keeps.
-        on_gpu: Where it runs.
+        keeps_scores: Whether its attention is of that kind, as it is on the CPU.
     """
     if config.prefill_chunk_size is not None:
         return config
-    is_large = on_gpu and all(group.window is None for group in layout.groups)
+    is_large = not keeps_scores and all(group.window is None for group in layout.groups)
     return replace(config, prefill_chunk_size=config.max_chunk if is_large else SMALL_CHUNK)
 
 

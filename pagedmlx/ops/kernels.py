@@ -142,6 +142,13 @@ class KernelBackend:
         """The same for steps with a cascade, in such layers."""
         return self._planner.idle_cascades(kind)
 
+    @property
+    def keeps_scores(self) -> bool:
+        """Whether some layer's attention keeps all scores of a prompt's chunk at once."""
+        return any(
+            self._chooser.keeps_scores(self._planner.prefill_variant(kind)) for kind in self.kinds
+        )
+
     def chunk_multiple(self, max_chunk: int) -> int:
         """Where chunks of prompts should end, so that their shapes recur if that saves time.
 

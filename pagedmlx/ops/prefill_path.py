@@ -101,6 +101,15 @@ class PrefillChooser:
             self._work.popitem(last=False)
         return PrefillPath.KERNEL if spent < PLAN_WORK else PrefillPath.GATHER
 
+    def keeps_scores(self, variant: PrefillVariant) -> bool:
+        """Whether chunks may go by an attention that keeps all of their scores at once."""
+        if self._path is PrefillPath.GATHER or not variant.is_supported:
+            return True
+        if self._path is not PrefillPath.AUTO:
+            return False
+        on_cuda = self._platform is Platform.CUDA
+        return not (self._needs_plan(variant) if on_cuda else _is_small(variant))
+
     def can_be_planned(self, variant: PrefillVariant) -> bool:
         """Whether chunks may go by MLX's attention, for which it needs a plan of their shape."""
         is_open = self._path is PrefillPath.AUTO and variant.is_supported

@@ -188,19 +188,19 @@ def test_steps_leave_half_of_the_memory_to_the_pool(spare: int, tokens: int, chu
 
 
 @pytest.mark.parametrize(
-    ("wanted", "layout", "on_gpu", "chunk"),
+    ("wanted", "layout", "keeps_scores", "chunk"),
     [
-        (None, EVEN, True, 2048),
-        (None, EVEN, False, SMALL_CHUNK),
-        (None, LAYOUT, True, SMALL_CHUNK),  # what a window has passed waits for the chunk's end
-        (3000, EVEN, True, 2048),
-        (700, LAYOUT, False, 700),
+        (None, EVEN, False, 2048),
+        (None, EVEN, True, SMALL_CHUNK),
+        (None, LAYOUT, False, SMALL_CHUNK),  # what a window has passed waits for the chunk's end
+        (3000, EVEN, False, 2048),
+        (700, LAYOUT, True, 700),
     ],
 )
-def test_chunks_are_what_suits_the_device_unless_the_user_chose(
-    wanted: int | None, layout: KVLayout, on_gpu: bool, chunk: int
+def test_chunks_are_what_suits_the_attention_unless_the_user_chose(
+    wanted: int | None, layout: KVLayout, keeps_scores: bool, chunk: int
 ):
-    config = fit_chunk(EngineConfig(prefill_chunk_size=wanted), layout, on_gpu=on_gpu)
+    config = fit_chunk(EngineConfig(prefill_chunk_size=wanted), layout, keeps_scores=keeps_scores)
     assert config.max_chunk == chunk
 
 

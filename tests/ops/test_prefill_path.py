@@ -53,6 +53,23 @@ def test_a_forced_path_is_taken_where_it_can(platform: Platform):
     assert choose(platform, PrefillPath.ROWS, is_masked=True) == "kernel"
 
 
+@pytest.mark.parametrize("platform", Platform)
+def test_scores_are_kept_where_neither_the_kernel_nor_a_fused_attention_is_taken(
+    platform: Platform,
+):
+    auto, kernel, gather = (
+        PrefillChooser(path, platform, 64)
+        for path in (PrefillPath.AUTO, PrefillPath.KERNEL, PrefillPath.GATHER)
+    )
+    assert not auto.keeps_scores(variant(k_head_dim=128))
+    for kept in (variant("float32"), variant(k_head_dim=256)):
+        assert auto.keeps_scores(kept)
+        assert not kernel.keeps_scores(kept)
+    assert auto.keeps_scores(variant(softcap=30.0)) is (platform is Platform.CUDA)
+    assert gather.keeps_scores(variant())
+    assert kernel.keeps_scores(variant(k_head_dim=72))
+
+
 @pytest.mark.parametrize("head_dims", [(72, 72), (512, 512), (64, 40)])
 @pytest.mark.parametrize("path", [PrefillPath.KERNEL, PrefillPath.ROWS])
 def test_head_sizes_that_the_kernel_lacks_are_gathered_also_where_it_is_forced(head_dims, path):
