@@ -260,8 +260,9 @@ def _state_notes(plan: PoolPlan, config: EngineConfig) -> list[str]:
 def _keeps_scores(adapter: ModelAdapter) -> bool:
     """Whether some layer's attention keeps all scores of a prompt's chunk at once."""
     backend = adapter.backend
-    is_paged = isinstance(backend, KernelBackend) and not adapter.reads_gathers
-    return not is_paged or backend.keeps_scores
+    if adapter.reads_gathers or not isinstance(backend, KernelBackend):
+        return True
+    return backend.keeps_scores
 
 
 def _embedding_notes(embedding: EmbeddingSpec | NoEmbedding) -> list[str]:
