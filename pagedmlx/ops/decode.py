@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -103,6 +104,7 @@ class DecodePlanner:
         self._columns = columns
         self.cascades = CascadePlanner(cascade, wave)
         self._variants: dict[DecodeVariant, DecodeVariant] = {}
+        self._changes: dict[tuple[object, ...], DecodeVariant] = {}
         self._merges: dict[MergeVariant, MergeVariant] = {}
         self._prefills: dict[DecodeVariant, PrefillVariant] = {}
 
@@ -209,10 +211,11 @@ class DecodePlanner:
 
     def _whole(self, base: DecodeVariant, rows: int) -> DecodeVariant:
         """The kernel for sequences of up to so many rows."""
-        return self.interned(decode_by(self._path, replace(base, rows=rows), self._platform))
+        whole = self._changed(base, rows=rows)
+        return self.interned(decode_by(self._path, whole, self._platform))
 
     def _wider(self, whole: DecodeVariant) -> DecodeVariant:
-        return self.interned(replace(whole, num_simdgroups=2 * whole.num_simdgroups))
+        return self._changed(whole, num_simdgroups=2 * whole.num_simdgroups)
 
     def _split(self, work: WorkList, whole: DecodeVariant, cascade: Cascade | None) -> Decode:
         """Kernels for sequences whose results are merged."""
@@ -221,7 +224,7 @@ class DecodePlanner:
             cascade.mark(work)
             num_chunks += cascade.max_chunks
             shared_vectors = cascade.variant.vectors
-        split = self.interned(replace(whole, split=True))
+        split = self._changed(whole, split=True)
         many = self._deterministic or num_chunks > _MANY_CHUNKS
         merge = MergeVariant(split, _MERGE_SIMDGROUPS if many else 1, shared_vectors)
         merge = self._merges.setdefault(merge, merge)
@@ -230,6 +233,14 @@ class DecodePlanner:
     def prefill_variant(self, base: DecodeVariant) -> PrefillVariant:
         """The prefill of the same layers."""
         return self._prefills.setdefault(base, prefill_variant(base, self._columns))
+
+    def _changed(self, variant: DecodeVariant, **changes: Any) -> DecodeVariant:
+        """The one variant that differs so; to look it up is quicker than to make it anew."""
+        key = variant, *changes.items()
+        found = self._changes.get(key)
+        if found is None:
+            found = self._changes[key] = self.interned(replace(variant, **changes))
+        return found
 
     def interned(self, variant: DecodeVariant) -> DecodeVariant:
         """The one object for equal variants, so that texts are put together once."""
@@ -243,7 +254,7 @@ class DecodePlanner:
         cascade: Cascade | None,
     ) -> Decode:
         can_write = variant.rows == 1 and variant.parts == 1
-        writing = self.interned(replace(variant, writes=True)) if can_write else None
+        writing = self._changed(variant, writes=True) if can_write else None
         return Decode(work.plan, work.num_items, work.num_rows, variant, writing, merge, cascade)
 
 
