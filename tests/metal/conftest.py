@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,28 @@ _COUNTS = pytest.StashKey[Counter[str]]()
 def count(request: pytest.FixtureRequest) -> Counter[str]:
     """Add to a line's number, by its text."""
     return request.config.stash.setdefault(_COUNTS, Counter())
+
+
+class CountsOfWorkers:
+    """Brings the counts of several processes together, where tests run in some at once."""
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """A worker has ended."""
+        counts = node.config.stash.setdefault(_COUNTS, Counter())
+        counts.update(getattr(node, "workeroutput", {}).get("metal_counts", {}))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Runs in each process."""
+    config.pluginmanager.register(CountsOfWorkers())
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Runs in each process; a worker hands its counts on."""
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["metal_counts"] = dict(session.config.stash.get(_COUNTS, Counter()))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
