@@ -170,6 +170,20 @@ def test_what_the_pool_has_grown_for_is_given_back_when_it_was_aborted(ends_firs
         assert runner.room <= (kv.num_created_blocks[0] + 2,)
 
 
+def refuse_arrays_longer_than(most: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Have no memory for them; gives the lengths that were refused, as that happens."""
+    refused: list[int] = []
+
+    def with_length(array: mx.array, length: int, fill: float) -> mx.array:
+        if length > most:
+            refused.append(length)
+            raise RuntimeError("[malloc] no memory")
+        return resize.with_length(array, length, fill)
+
+    monkeypatch.setattr(store, "with_length", with_length)
+    return refused
+
+
 @pytest.mark.parametrize(
     ("most", "tried", "length"),
     [(32, [28], 28), (27, [28, 8], 8), (7, [28, 8, 6], 6), (5, [28, 8, 6], 4)],
@@ -182,15 +196,7 @@ def test_a_pool_grows_by_less_where_there_is_no_memory_for_what_is_ahead(
     pool = store.KVStore(layout, (32,), slab_blocks=2)
     pool.fit(0, 4)
     runner = ModelRunner(Mock(), pool, Sampler())
-    lengths: list[int] = []
-
-    def with_length(array: mx.array, length: int, fill: float) -> mx.array:
-        if length > most:
-            lengths.append(length)
-            raise RuntimeError("[malloc] no memory")
-        return resize.with_length(array, length, fill)
-
-    monkeypatch.setattr(store, "with_length", with_length)
+    lengths = refuse_arrays_longer_than(most, monkeypatch)
     if length < 6:
         with pytest.raises(RuntimeError):
             runner.grow((5,), (27,))
@@ -243,15 +249,7 @@ def test_a_model_answers_the_same_while_its_pool_grows_and_shrinks(
         whole = llm.stats().allocated_bytes
         assert whole == llm.stats().pool_bytes
     monkeypatch.setattr(memory, "MIN_SLAB_BYTES", 0)
-    refused: list[int] = []
-
-    def with_length(array: mx.array, length: int, fill: float) -> mx.array:
-        if length > most:
-            refused.append(length)
-            raise RuntimeError("[malloc] no memory")
-        return resize.with_length(array, length, fill)
-
-    monkeypatch.setattr(store, "with_length", with_length)
+    refused = refuse_arrays_longer_than(most, monkeypatch)
     with LLM(str(folder), **settings, idle_release_s=1000.0) as llm:
         sizes = [llm.stats().allocated_bytes]
         for _ in range(2):
