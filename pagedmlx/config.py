@@ -34,7 +34,8 @@ class EngineConfig:
         gpu_memory_utilization: Share of the device's memory that weights and pool may take.
         max_model_len: Longest prompt plus output in tokens; None is the model's own limit.
         max_num_seqs: Most sequences that run in one step.
-        max_num_batched_tokens: Token budget of one step.
+        max_num_batched_tokens: Token budget of one step: by default 2,048 tokens of prompts beside
+            64 streams.
         prefill_chunk_size: Most tokens of one prompt that one step computes; None is as many as a
             step takes, or 512 with sliding windows and where attention keeps all scores of a chunk
             (on the CPU, and on a GPU where the kernels don't serve the prompts of a model).
@@ -66,7 +67,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.85
     max_model_len: int | None = None
     max_num_seqs: int = 64
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: int = 2112
     prefill_chunk_size: int | None = None
     max_stream_gap_ms: int | None = None
     enable_prefix_caching: bool = True

@@ -259,6 +259,8 @@ class Scheduler:
         brings to their end, so that no short prompt waits for a long one, to those that come, and
         then to the rest.
         """
+        limit = min(limit, plan.num_tokens_left)
+        plan.chunk_size = min(plan.chunk_size, limit)
         first, rest = prompts[:1], sorted(prompts[1:], key=_num_left)
         others = limit // 2 if first and (rest or self.waiting) else limit
         plan.num_prompt_tokens_left = others
@@ -329,6 +331,8 @@ class Scheduler:
             else:
                 prefix = self._find_shared(plan, sequence, siblings)
                 must_wait = self.kv.is_pending(sequence, prefix)
+            if not plan.is_worth(sequence.num_tokens - prefix.num_tokens):
+                break
             if must_wait:
                 num_deferred += 1
                 continue

@@ -5,6 +5,9 @@ from __future__ import annotations
 from pagedmlx.core.sequence import Sequence
 from pagedmlx.core.step import BlockCopy, ScheduledSequence, Step
 
+_LEAST_SHARE = 4
+"""Beside another prompt one waits for the next step rather than have less than 1/4 of a chunk."""
+
 
 class StepPlan:
     """Collects what one step runs, within its limits.
@@ -16,6 +19,7 @@ class StepPlan:
         chunk_multiple: Where a chunk that isn't a prompt's last should end; a power of two.
 
     Attributes:
+        chunk_size: As given; no more than what there is for prompts in this step.
         num_tokens_left: What is left of the budget.
         num_prompt_tokens_left: What of it may go to sequences with more than one token to compute.
         num_prompt_logits_left: Likewise of the rows.
@@ -29,7 +33,7 @@ class StepPlan:
         self.num_prompt_tokens_left = num_tokens
         self.num_prompt_logits_left = num_prompt_logits
         self.preempted: list[int] = []
-        self._chunk_size = chunk_size
+        self.chunk_size = chunk_size
         self._chunk_multiple = chunk_multiple
         self._entries: dict[int, ScheduledSequence] = {}
         self._copies: dict[int, list[BlockCopy]] = {}
@@ -40,7 +44,9 @@ class StepPlan:
         left = sequence.num_tokens_ahead - start
         if left <= 1:
             return min(left, self.num_tokens_left)
-        num_tokens = min(left, self._chunk_size, self.num_tokens_left, self.num_prompt_tokens_left)
+        if not self.is_worth(left):
+            return 0
+        num_tokens = min(left, self._num_tokens_of_prompt)
         if num_tokens < left:
             num_tokens = aligned(start, num_tokens, self._chunk_multiple)
         if sequence.request.pooling is not None:
@@ -49,6 +55,20 @@ class StepPlan:
         if len(rows) > self.num_prompt_logits_left:
             return rows.start + self.num_prompt_logits_left - start
         return num_tokens
+
+    def is_worth(self, num_left: int) -> bool:
+        """Whether to compute something of a prompt that has so many tokens left.
+
+        Each piece has its price, so what others have left over is no start of a long one.
+        """
+        room = self._num_tokens_of_prompt
+        if num_left <= room or room >= self.chunk_size // _LEAST_SHARE:
+            return room > 0
+        return room > 0 and not any(entry.num_prompt_tokens for entry in self._entries.values())
+
+    @property
+    def _num_tokens_of_prompt(self) -> int:
+        return min(self.chunk_size, self.num_tokens_left, self.num_prompt_tokens_left)
 
     def enter(self, sequence: Sequence, num_tokens: int, copies: list[BlockCopy]) -> None:
         """Have a sequence compute its next tokens; its tables hold every block already.

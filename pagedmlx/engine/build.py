@@ -40,6 +40,7 @@ from pagedmlx.models.fused import fuse_projections
 from pagedmlx.models.loader import LoadedModel
 from pagedmlx.models.parts import RowLayout
 from pagedmlx.models.probe import ProbeResult, probe_model
+from pagedmlx.models.residual import add_in_products
 from pagedmlx.ops import attention_paths
 from pagedmlx.ops.kernels import KernelBackend
 from pagedmlx.ops.tuning import compile_kernels, tune
@@ -63,7 +64,7 @@ def build_engine(
 
     Args:
         loaded: The model; its layers that read the same input are joined, which changes its
-            modules and none of its results.
+            modules and none of its results, and on a GPU some add their output themselves.
         tokenizer: Its tokenizer.
         config: Settings; the model's name in them is not looked at.
         notes: Lines for the user that come before the engine's own.
@@ -76,10 +77,13 @@ def build_engine(
     """
     with ExitStack() as undo:
         fuse_projections(loaded.model)
+        on_gpu = mx.default_device() == mx.Device(mx.gpu)
+        if on_gpu:
+            # Fewer launches; a CPU has none, and keeps mlx-lm's own rounding.
+            add_in_products(loaded.model)
         on_progress("checking the model against mlx-lm", None)
         limit = memory_limit(config, loaded.parameter_bytes)
         adapter, writer, attention = _adapt(loaded, config, undo, on_progress)
-        on_gpu = mx.default_device() == mx.Device(mx.gpu)
         wanted = config.max_num_batched_tokens
         config = fit_chunk(config, adapter.layout, keeps_scores=_keeps_scores(adapter))
         config, headroom = fit_step_to_device(config, adapter, writer, loaded.parameter_bytes)

@@ -118,7 +118,7 @@ def fit_step(
     num_tokens, chunk = config.max_num_batched_tokens, config.max_chunk
     needed = measure(chunk)
     while True:
-        headroom = _RUNNING_AHEAD * needed * -(-num_tokens // chunk)
+        headroom = _RUNNING_AHEAD * -(-needed * num_tokens // chunk)
         if 2 * headroom <= spare_bytes or num_tokens <= MIN_STEP_TOKENS:
             break
         num_tokens = max(num_tokens // 2, MIN_STEP_TOKENS)

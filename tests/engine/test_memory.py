@@ -167,9 +167,9 @@ def test_a_state_that_does_not_fit_is_refused_with_the_numbers():
 @pytest.mark.parametrize(
     ("spare", "tokens", "chunk"),
     [
-        (4 * 2 * 2048, 2048, 512),  # half of it is twice what four chunks need
-        (4 * 2 * 2048 - 1, 1024, 512),
-        (2048, 512 // 2, 512 // 2),
+        (4 * 2 * 2112, 2112, 512),  # half of it is twice what the step's 4.125 chunks need
+        (4 * 2 * 2112 - 1, 1056, 512),
+        (2112, 264, 264),
         (1, MIN_STEP_TOKENS, MIN_STEP_TOKENS),
     ],
 )
@@ -190,10 +190,10 @@ def test_steps_leave_half_of_the_memory_to_the_pool(spare: int, tokens: int, chu
 @pytest.mark.parametrize(
     ("wanted", "layout", "keeps_scores", "chunk"),
     [
-        (None, EVEN, False, 2048),
+        (None, EVEN, False, 2112),
         (None, EVEN, True, SMALL_CHUNK),
         (None, LAYOUT, False, SMALL_CHUNK),  # what a window has passed waits for the chunk's end
-        (3000, EVEN, False, 2048),
+        (3000, EVEN, False, 2112),
         (700, LAYOUT, True, 700),
     ],
 )
@@ -206,4 +206,4 @@ def test_chunks_are_what_suits_the_attention_unless_the_user_chose(
 
 def test_steps_that_were_small_already_stay_as_they_are():
     config = EngineConfig(max_num_batched_tokens=5, prefill_chunk_size=3)
-    assert fit_step(config, 0, lambda rows: rows) == (config, 2 * 3 * 2)
+    assert fit_step(config, 0, lambda rows: rows) == (config, 2 * 5)
