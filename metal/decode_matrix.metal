@@ -97,8 +97,8 @@ for (; base < end; base += SIMDGROUPS * KEYS) {
   }
   UNROLL for (int s = 0; s < K_SPANS; ++s) {
     UNROLL for (int w = 0; w < W; ++w) {
-      set_pair(right, q[s][0], q[s][1], w);
-      UNROLL for (int n = 0; n < KEY_TILES; ++n) set_pair(left[n], k[n][s][0], k[n][s][1], w);
+      set_inner(right, q[s][0], q[s][1], w);
+      UNROLL for (int n = 0; n < KEY_TILES; ++n) set_inner(left[n], k[n][s][0], k[n][s][1], w);
 #if KEYS == 16
       multiply_two(scores[0], scores[1], left[0], left[1], right);
 #else

@@ -4,6 +4,8 @@
 #ifndef OPERAND
 // What a factor is made of: Metal multiplies float as fast as 16 bits.
 #define OPERAND(T) float
+// Loads of K and as many of V that a thread has on their way at a time: what registers have room for.
+#define COPIES_AT_ONCE 4
 // Bits in which the lanes of a column differ.
 #define COLUMN_BIT_0 2
 #define COLUMN_BIT_1 4
@@ -23,6 +25,21 @@ METAL_FUNC void set_pair(thread simdgroup_matrix<float, 8, 8>& matrix, thread V&
   matrix.thread_elements()[1] = second[w];
 }
 
+// The same for factors of a sum over what these loads hold. In which order doesn't matter, so long as
+// both factors say it so.
+template <typename V>
+METAL_FUNC void set_inner(thread simdgroup_matrix<float, 8, 8>& matrix, thread V& first,
+                          thread V& second, int w) {
+  set_pair(matrix, first, second, w);
+}
+
+// Loads that follow each other; the first is an even one of its row.
+template <typename V>
+METAL_FUNC void load_two(const threadgroup V* from, thread V& first, thread V& second) {
+  first = from[0];
+  second = from[1];
+}
+
 // Sums become a right factor.
 METAL_FUNC void set_right(thread simdgroup_matrix<float, 8, 8>& right,
                           thread simdgroup_matrix<float, 8, 8>& sums) {
@@ -38,6 +55,15 @@ METAL_FUNC void multiply_two(thread simdgroup_matrix<float, 8, 8>& d0,
                              thread simdgroup_matrix<float, 8, 8>& b) {
   simdgroup_multiply_accumulate(d0, a0, b, d0);
   simdgroup_multiply_accumulate(d1, a1, b, d1);
+}
+
+// Two products more for the same sums, with a second right factor.
+METAL_FUNC void multiply_four(thread simdgroup_matrix<float, 8, 8>& d0,
+                              thread simdgroup_matrix<float, 8, 8>& d1,
+                              thread simdgroup_matrix<float, 8, 8>* a,
+                              thread simdgroup_matrix<float, 8, 8>* b) {
+  multiply_two(d0, d1, a[0], a[1], b[0]);
+  multiply_two(d0, d1, a[2], a[3], b[1]);
 }
 #endif
 

@@ -24,15 +24,16 @@
 //          partials (items, H, VECTORS, DV) float32, sums of V by weight, and
 //          stats    (items, H, VECTORS, 2) float32, the largest score and the sum of weights
 // Grid     items * H threadgroups of SIMDGROUPS * 32 threads
-// Threadgroup memory: KEYS rows of K and of V, each with PAD more vectors of W elements.
+// Threadgroup memory: KEYS rows of K and of V, each with K_PAD and V_PAD more vectors of W elements.
 // Work of a threadgroup: VECTORS times the tokens that they see. The host bounds the
 // sum over a launch.
 // Numerics: products and sums in float32; softmax online, in powers of 2. Masked scores never meet
-// an infinity, and K and V of tokens that no row sees count as 0, whatever their slots hold. In CUDA
-// factors are of KT, queries and weights too.
+// an infinity, and slots of tokens that no row sees are not read. In CUDA factors are of KT, queries
+// and weights too.
 // Constants: T, KT (types); H, FACTOR, DK, DV, BS, SLOT_MAJOR, SIMDGROUPS, COLUMNS (matrices of
-// query vectors that a SIMD-group has), KEYS, W (width of a load; DK and DV are multiples of 8 * W), PAD, SHARED, HAS_SINKS, HAS_SOFTCAP, QUERY_SCALE (scale *
-// log2(e), or scale / softcap), SOFTCAP (softcap * log2(e)).
+// query vectors that a SIMD-group has), KEYS (tokens of a tile, 8 or a multiple of 16), W (width of a
+// load; DK and DV are multiples of 8 * W), K_PAD, V_PAD, SHARED, HAS_SINKS, HAS_SOFTCAP, QUERY_SCALE
+// (scale * log2(e), or scale / softcap), SOFTCAP (softcap * log2(e)).
 
 // Products are K Q^T and V^T P^T: a SIMD-group's query vectors are the columns of its matrices.
 // A row of K or V is cut in spans of 8 loads. Place c along a side of an 8 x 8 matrix stands for
@@ -41,8 +42,13 @@
 constexpr int K_SPANS = DK / (8 * W);
 constexpr int V_SPANS = DV / (8 * W);
 constexpr int KEY_TILES = KEYS / 8;
+constexpr int TILES_AT_ONCE = KEY_TILES > 1 ? 2 : 1;
 constexpr int VECTORS = 8 * COLUMNS * SIMDGROUPS;
 constexpr int LOADS = (DK > DV ? DK : DV) / W;
+constexpr int THREADS = SIMDGROUPS * 32;
+// Of a row of K and one of V, that a thread brings to a tile.
+constexpr int PARTS = (KEYS * LOADS + THREADS - 1) / THREADS;
+constexpr int AT_ONCE = PARTS < COPIES_AT_ONCE ? PARTS : COPIES_AT_ONCE;
 
 const int thread_id = int(thread_index_in_threadgroup);
 const uint lane = thread_index_in_simdgroup;
@@ -93,8 +99,8 @@ UNROLL for (int c = 0; c < COLUMNS; ++c) {
   }
 }
 
-threadgroup vec<KT, W> k_tile[KEYS][DK / W + PAD];
-threadgroup vec<KT, W> v_tile[KEYS][DV / W + PAD];
+alignas(16) threadgroup vec<KT, W> k_tile[KEYS][DK / W + K_PAD];
+threadgroup vec<KT, W> v_tile[KEYS][DV / W + V_PAD];
 
 simdgroup_matrix<float, 8, 8> acc[COLUMNS][V_SPANS * W];
 float top[COLUMNS][2];
@@ -109,32 +115,46 @@ UNROLL for (int c = 0; c < COLUMNS; ++c) {
   }
 }
 
+// Of every token in a tile somebody sees something: those beside them stand for what lies outside, and
+// are masked. What a thread loads is on its way at once, and which blocks come next is known before.
+#define KEY(j) ((thread_id + (j) * THREADS) / LOADS)
+#define LOAD(j) ((thread_id + (j) * THREADS) % LOADS)
+#define POSITION(base, j) min(max((base) + KEY(j), start), high_end - 1)
+int blocks[PARTS];
+#define FIND_BLOCKS(base) \
+  UNROLL for (int j = 0; j < PARTS; ++j) blocks[j] = table[POSITION(base, j) / BS];
+
 // Tiles lie at multiples of KEYS, so that a row's result doesn't depend on the rows beside it.
-for (int base = start / KEYS * KEYS; base < high_end; base += KEYS) {
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  for (int i = thread_id; i < KEYS * LOADS; i += SIMDGROUPS * 32) {
-    const int key = i / LOADS;
-    const int load = i % LOADS;
-    const int position = base + key;
-    const bool live = position >= start && position < high_end;
-    const long block = live ? table[position / BS] : 0;
-    const long place = SLOT_MAJOR ? (block * BS + position % BS) * H + kv_head
-                                  : (block * H + kv_head) * BS + position % BS;
-    if (load < DK / W) {
-      vec<KT, W> x = vec<KT, W>(KT(0));
-      if (live) x = *reinterpret_cast<const device vec<KT, W>*>(k_pool + place * DK + load * W);
-      k_tile[key][load] = x;
+int base = start / KEYS * KEYS;
+FIND_BLOCKS(base)
+for (; base < high_end; base += KEYS) {
+  UNROLL for (int first = 0; first < PARTS; first += AT_ONCE) {
+    vec<KT, W> new_k[AT_ONCE];
+    vec<KT, W> new_v[AT_ONCE];
+    UNROLL for (int i = 0; i < AT_ONCE; ++i) {
+      const int j = min(first + i, PARTS - 1);
+      const long block = blocks[j];
+      const int slot = POSITION(base, j) % BS;
+      const long place = SLOT_MAJOR ? (block * BS + slot) * H + kv_head
+                                    : (block * H + kv_head) * BS + slot;
+      const device KT* k_row = k_pool + place * DK + LOAD(j) * W;
+      const device KT* v_row = v_pool + place * DV + LOAD(j) * W;
+      if (LOAD(j) < DK / W) new_k[i] = *reinterpret_cast<const device vec<KT, W>*>(k_row);
+      if (LOAD(j) < DV / W) new_v[i] = *reinterpret_cast<const device vec<KT, W>*>(v_row);
     }
-    if (load < DV / W) {
-      vec<KT, W> x = vec<KT, W>(KT(0));
-      if (live) x = *reinterpret_cast<const device vec<KT, W>*>(v_pool + place * DV + load * W);
-      v_tile[key][load] = x;
+    if (first == 0) threadgroup_barrier(mem_flags::mem_threadgroup);
+    UNROLL for (int i = 0; i < AT_ONCE; ++i) {
+      const int j = first + i;
+      if (j >= PARTS || KEY(j) >= KEYS) continue;
+      if (LOAD(j) < DK / W) k_tile[KEY(j)][LOAD(j)] = new_k[i];
+      if (LOAD(j) < DV / W) v_tile[KEY(j)][LOAD(j)] = new_v[i];
     }
   }
+  FIND_BLOCKS(base + KEYS)
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
-  simdgroup_matrix<OPERAND(KT), 8, 8> left[2];
-  simdgroup_matrix<OPERAND(KT), 8, 8> right[COLUMNS];
+  simdgroup_matrix<OPERAND(KT), 8, 8> left[4];
+  simdgroup_matrix<OPERAND(KT), 8, 8> right[COLUMNS][2];
   simdgroup_matrix<float, 8, 8> scores[COLUMNS][KEY_TILES];
   UNROLL for (int c = 0; c < COLUMNS; ++c) {
     UNROLL for (int n = 0; n < KEY_TILES; ++n) {
@@ -144,22 +164,26 @@ for (int base = start / KEYS * KEYS; base < high_end; base += KEYS) {
   UNROLL for (int s = 0; s < K_SPANS; ++s) {
     vec<KT, W> k[KEY_TILES][2];
     UNROLL for (int n = 0; n < KEY_TILES; ++n) {
-      UNROLL for (int e = 0; e < 2; ++e) k[n][e] = k_tile[n * 8 + row8][s * 8 + col8 + e];
+      load_two(&k_tile[n * 8 + row8][s * 8 + col8], k[n][0], k[n][1]);
     }
-    // Products that follow each other go to different sums, so that none waits for the last.
-    UNROLL for (int w = 0; w < W; ++w) {
-      UNROLL for (int c = 0; c < COLUMNS; ++c) set_pair(right[c], q[s][c][0], q[s][c][1], w);
-#if KEYS == 8
-      set_pair(left[0], k[0][0], k[0][1], w);
+    UNROLL for (int w = 0; w < W; w += 2) {
       UNROLL for (int c = 0; c < COLUMNS; ++c) {
-        simdgroup_multiply_accumulate(scores[c][0], left[0], right[c], scores[c][0]);
+        UNROLL for (int i = 0; i < 2; ++i) set_inner(right[c][i], q[s][c][0], q[s][c][1], w + i);
+      }
+#if KEYS == 8
+      UNROLL for (int i = 0; i < 2; ++i) {
+        set_inner(left[i], k[0][0], k[0][1], w + i);
+        UNROLL for (int c = 0; c < COLUMNS; ++c) {
+          simdgroup_multiply_accumulate(scores[c][0], left[i], right[c][i], scores[c][0]);
+        }
       }
 #else
       UNROLL for (int n = 0; n < KEY_TILES; n += 2) {
-        set_pair(left[0], k[n][0], k[n][1], w);
-        set_pair(left[1], k[n + 1][0], k[n + 1][1], w);
+        UNROLL for (int i = 0; i < 4; ++i) {
+          set_inner(left[i], k[n + i % 2][0], k[n + i % 2][1], w + i / 2);
+        }
         UNROLL for (int c = 0; c < COLUMNS; ++c) {
-          multiply_two(scores[c][n], scores[c][n + 1], left[0], left[1], right[c]);
+          multiply_four(scores[c][n], scores[c][n + 1], left, right[c]);
         }
       }
 #endif
@@ -196,24 +220,35 @@ for (int base = start / KEYS * KEYS; base < high_end; base += KEYS) {
     }
   }
 
-  UNROLL for (int n = 0; n < KEY_TILES; ++n) {
+  UNROLL for (int n = 0; n < KEY_TILES; n += TILES_AT_ONCE) {
     UNROLL for (int c = 0; c < COLUMNS; ++c) {
-      UNROLL for (int e = 0; e < 2; ++e) {
-        const float weight = exp2(scores[c][n].thread_elements()[e] - top[c][e]);
-        scores[c][n].thread_elements()[e] = weight;
-        weight_sum[c][e] += weight;
+      UNROLL for (int i = 0; i < TILES_AT_ONCE; ++i) {
+        UNROLL for (int e = 0; e < 2; ++e) {
+          const float weight = exp2(scores[c][n + i].thread_elements()[e] - top[c][e]);
+          scores[c][n + i].thread_elements()[e] = weight;
+          weight_sum[c][e] += weight;
+        }
+        set_right(right[c][i], scores[c][n + i]);
       }
-      set_right(right[c], scores[c][n]);
     }
     UNROLL for (int s = 0; s < V_SPANS; ++s) {
-      vec<KT, W> v[2];
-      UNROLL for (int e = 0; e < 2; ++e) v[e] = v_tile[n * 8 + col8 + e][s * 8 + row8];
+      vec<KT, W> v[TILES_AT_ONCE][2];
+      UNROLL for (int i = 0; i < TILES_AT_ONCE; ++i) {
+        UNROLL for (int e = 0; e < 2; ++e) {
+          v[i][e] = v_tile[(n + i) * 8 + col8 + e][s * 8 + row8];
+        }
+      }
       UNROLL for (int w = 0; w < W; w += 2) {
-        set_pair(left[0], v[0], v[1], w);
-        set_pair(left[1], v[0], v[1], w + 1);
-        const int i = s * W + w;
+        UNROLL for (int i = 0; i < 2 * TILES_AT_ONCE; ++i) {
+          set_pair(left[i], v[i / 2][0], v[i / 2][1], w + i % 2);
+        }
+        const int first = s * W + w;
         UNROLL for (int c = 0; c < COLUMNS; ++c) {
-          multiply_two(acc[c][i], acc[c][i + 1], left[0], left[1], right[c]);
+#if KEYS == 8
+          multiply_two(acc[c][first], acc[c][first + 1], left[0], left[1], right[c][0]);
+#else
+          multiply_four(acc[c][first], acc[c][first + 1], left, right[c]);
+#endif
         }
       }
     }
@@ -263,3 +298,7 @@ UNROLL for (int i = 0; i < 2 * COLUMNS; ++i) {
 }
 #undef ROW
 #undef END
+#undef KEY
+#undef LOAD
+#undef POSITION
+#undef FIND_BLOCKS

@@ -62,7 +62,7 @@ class Layers:
         prefill: str = "auto",
         decode: str = "auto",
         cascade: str = "off",
-        columns: int = 1,
+        columns: int | None = None,
     ) -> None:
         self.shape = shape
         self.num_layers = min(64, max(4, -(-ROTATED_BYTES // shape.layer_bytes)))

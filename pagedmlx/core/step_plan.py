@@ -157,7 +157,9 @@ class StepPlan:
 
 
 def aligned(start: int, num_tokens: int, multiple: int) -> int:
-    """At least half of a chunk's tokens, so that it ends at a round position.
+    """More than a third of a chunk's tokens, so that chunks come in few shapes.
+
+    It ends at a round position, and one that begins at such is as long as it is round.
 
     Args:
         start: Where the chunk begins.
@@ -165,6 +167,8 @@ def aligned(start: int, num_tokens: int, multiple: int) -> int:
         multiple: What the position should be a multiple of; else of the next lower power of two.
     """
     while multiple > 1:
+        if multiple <= num_tokens < 3 * multiple and start % multiple == 0:
+            return multiple
         rounded = (start + num_tokens) // multiple * multiple - start
         if 2 * rounded >= num_tokens:
             return rounded

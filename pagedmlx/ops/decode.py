@@ -82,7 +82,7 @@ class DecodePlanner:
         deterministic: Cut each sequence by its own length alone.
         path: How the decode kernel multiplies.
         cascade: Whether tokens that sequences share are attended once.
-        columns: Of the prefill kernel.
+        columns: Of the prefill kernel; None is as many as suit the platform.
 
     Attributes:
         cascades: Plans that.
@@ -95,13 +95,14 @@ class DecodePlanner:
         deterministic: bool,
         path: DecodePath,
         cascade: CascadePath,
-        columns: int,
+        columns: int | None,
     ) -> None:
         self._platform = platform
         self._wave = wave
         self._deterministic = deterministic
         self._path = path
-        self._columns = columns
+        # On Metal nobody has measured two, and they take more registers than it likes.
+        self._columns = columns or (2 if platform is Platform.CUDA else 1)
         self.cascades = CascadePlanner(cascade, wave)
         self._variants: dict[DecodeVariant, DecodeVariant] = {}
         self._changes: dict[tuple[object, ...], DecodeVariant] = {}

@@ -42,7 +42,8 @@ class KernelBackend:
         prefill: Who attends prefill chunks; also forced, it is the gather where the kernel can't.
         decode: How the decode kernel multiplies; also forced, by lanes where matrices can't.
         cascade: Whether tokens that sequences share are attended once.
-        columns: Groups of 8 query vectors that a SIMD-group of the prefill kernel attends, 1 or 2.
+        columns: Groups of 8 query vectors that a SIMD-group of the prefill kernel attends, 1 or 2;
+            None is what the platform's registers have room for.
 
     Attributes:
         launcher: As given.
@@ -60,7 +61,7 @@ class KernelBackend:
         prefill: PrefillPath | str = PrefillPath.AUTO,
         decode: DecodePath | str = DecodePath.AUTO,
         cascade: CascadePath | str = CascadePath.AUTO,
-        columns: int = 1,
+        columns: int | None = None,
     ) -> None:
         self.launcher = launcher
         self.wave = wave

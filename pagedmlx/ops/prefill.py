@@ -39,6 +39,8 @@ _NUM_SIMDGROUPS = 4
 _MAX_WIDE_HEAD_DIM = 128
 # Rows that are never cut apart. Their vectors fill threadgroups whatever the group's size is.
 _ROWS = 32
+_BANK_BYTES = 128
+"""Of threadgroup memory, that lanes read at once, as far as is known."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +82,19 @@ class PrefillVariant:
         return matrix_load_width(self.pool.k_head_dim, self.pool.v_head_dim)
 
     @cached_property
-    def padding(self) -> int:
-        """Loads between rows in threadgroup memory: 16 bytes, against bank conflicts."""
+    def k_padding(self) -> int:
+        """Loads between rows of K in threadgroup memory.
+
+        Four lanes read a span of a row side by side, other lanes that span of the rows below; in
+        128 bytes each has a bank of its own.
+        """
+        width = self.load_width * DTYPE_BYTES[self.pool.dtype]
+        apart = 8 * width if 8 * width < _BANK_BYTES else 16
+        return -(self.pool.k_head_dim * width // self.load_width - apart) % _BANK_BYTES // width
+
+    @cached_property
+    def v_padding(self) -> int:
+        """Likewise of V, of which lanes side by side read two rows: 16 bytes."""
         return 16 // (self.load_width * DTYPE_BYTES[self.pool.dtype])
 
     @cached_property
@@ -103,7 +116,8 @@ class PrefillVariant:
             "COLUMNS": self.columns,
             "KEYS": self.keys,
             "W": self.load_width,
-            "PAD": self.padding,
+            "K_PAD": self.k_padding,
+            "V_PAD": self.v_padding,
             "SHARED": int(self.shared),
             "HAS_SINKS": int(self.sinks),
             "HAS_SOFTCAP": int(self.softcap is not None),
@@ -120,7 +134,8 @@ class PrefillVariant:
         return with_matrices(kernel)
 
     def _tile_bytes(self, keys: int) -> int:
-        rows = self.pool.k_head_dim + self.pool.v_head_dim + 2 * self.padding * self.load_width
+        padding = (self.k_padding + self.v_padding) * self.load_width
+        rows = self.pool.k_head_dim + self.pool.v_head_dim + padding
         return keys * rows * DTYPE_BYTES[self.pool.dtype]
 
 

@@ -21,18 +21,18 @@ def with_cuda_map(kernel: Kernel, source: str) -> str:
     if "matrix.h" not in kernel.headers:
         return source
     text = (kernel_folder() / "cuda_matrix.h").read_text()
-    for line in re.findall(r"^(?:#define COL|METAL_FUNC int (?:matrix|right)_).*", text, re.M):
+    for line in re.findall(r"^(?:#define CO|METAL_FUNC int (?:matrix|right)_).*", text, re.M):
         start = re.match(r".*?\b\w+(?=\(| \d)", line)
         assert start is not None
         source, count = re.subn(rf"^{re.escape(start[0])}.*", line, source, flags=re.M)
         assert count == 1, line
     # Of the functions those for float, which multiply by shuffles.
     functions = re.findall(
-        r"(?<!>\n)^METAL_FUNC void (?:set_right|multiply_two|simdgroup_\w+)\(.*?^}$",
-        re.sub(r"(simdgroup_matrix<float, 8, 8>)&", r"thread \1&", text),
+        r"(?<!>\n)^METAL_FUNC void (?:set_right|multiply_two|multiply_four|simdgroup_\w+)\(.*?^}$",
+        re.sub(r"(simdgroup_matrix<float, 8, 8>)([&*])", r"thread \1\2", text),
         re.M | re.S,
     )
-    for name in ("set_right", "multiply_two"):
+    for name in ("set_right", "multiply_two", "multiply_four"):
         source, count = re.subn(rf"^METAL_FUNC void {name}\(.*?^}}$", "", source, flags=re.M | re.S)
         assert count == 1, name
     marker = "METAL_FUNC float max_of_column"

@@ -248,7 +248,7 @@ def test_the_map_of_lanes_that_cuda_has_serves_as_well(dtype):
 
 
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);\n"
-LIVE = "position >= start && position < high_end"
+LIVE = "min(max((base) + KEY(j), start), high_end - 1)"
 WRONG, RACE, STRICT = ("result",), ("race", "uninitialised"), ("strict check",)
 
 # What is planted, as what stands there and what comes instead, and who must see it.
@@ -257,17 +257,19 @@ FAULTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "dropped causal mask": ("|| position >= my_end[c][e]", "", WRONG),
     "dropped window": ("position < my_end[c][e] - plan[1] ||", "", WRONG),
     "masks too few tiles": ("base + KEYS > low_end", "base > low_end", WRONG),
-    "wrong block": ("table[position / BS]", "table[position / BS / 2]", WRONG),
+    "wrong block": ("POSITION(base, j) / BS]", "POSITION(base, j) / BS / 2]", WRONG),
     "wrong head": ("(block * H + kv_head)", "(block * H)", WRONG),
-    "beyond the table": ("table[position / BS]", "table[position / BS + 1000]", ("out_of_bounds",)),
-    "dead slots read": (LIVE, "position / BS <= (high_end - 1) / BS", WRONG),
-    "freed blocks read": (LIVE, "position < high_end", WRONG),
-    "missing barrier before the tile": (f"{BARRIER}for", "for", RACE),
+    "beyond the table": ("table[POSITION(base, j) / BS]", "table[POSITION(base, j) / BS + 1000]", ("out_of_bounds",)),
+    "dead slots read": (LIVE, LIVE.replace("high_end - 1", "high_end | 15"), WRONG),
+    "freed blocks read": (LIVE, "min((base) + KEY(j), high_end - 1)", WRONG),
+    "missing barrier before the tile": (f"if (first == 0) {BARRIER}", "", RACE),
     "missing barrier after the tile": (f"{BARRIER}simdgroup_matrix", "simdgroup_matrix", RACE),
     "barrier too small": (f"{BARRIER}s", f"{BARRIER}s".replace("thread", "simd", 1), RACE),
     "vectors beside each other mixed up": ("COLUMN_BIT_1 4", "COLUMN_BIT_1 8", WRONG),
     "dropped rescale": ("acc[c][i].thread_elements()[e] *= shrink;", ";", WRONG),
-    "wrong lanes of V": ("v_tile[n * 8 + col8 + e]", "v_tile[n * 8 + row8]", WRONG),
+    "wrong lanes of V": ("v_tile[(n + i) * 8 + col8 + e]", "v_tile[(n + i) * 8 + row8]", WRONG),
+    "wrong loads of K": ("[s * 8 + col8]", "[s * 8 + (col8 ^ 4)]", WRONG),
+    "half of a sum": ("multiply_two(d0, d1, a[2], a[3], b[1]);", "", WRONG),
     "wrong vector of the piece": ("ROW(vector / FACTOR)", "ROW(vector % FACTOR)", ("race",)),
     "divergent product": (
         "if (vector <= last_vector) {\n",
