@@ -113,6 +113,19 @@ def test_a_quarter_of_a_chunk_is_a_start() -> None:
     run_and_check(driver)
 
 
+@pytest.mark.parametrize("limit", [None, 64])
+def test_a_prompt_without_another_gets_on_however_little_streams_leave(limit: int | None) -> None:
+    driver = make_driver(256, 4, max_num_seqs=64, max_num_batched_tokens=20, prefill_chunk_size=16)
+    driver.add(make_request(tokens(3, 9000), 30, request_id="streams", n=18))
+    driver.step()
+    driver.step()
+    driver.scheduler.max_prompt_tokens = limit
+    driver.add(make_request(tokens(9), 2, request_id="prompt"))
+    for expected in (2, 2, 2, 2, 0):
+        assert prompt_tokens(driver) == {"streams": 0, "prompt": expected}
+    run_and_check(driver)
+
+
 def test_a_whole_prompt_may_have_what_others_leave() -> None:
     driver = make_driver(256, 4, max_num_batched_tokens=19, prefill_chunk_size=16)
     for index, (name, length) in enumerate({"long": 40, "a": 2, "b": 1, "c": 3}.items()):
@@ -216,6 +229,20 @@ def test_the_first_prompt_keeps_half_of_the_rows_that_tell_of_prompts() -> None:
         num_computed = long.num_computed_tokens
         driver.step()
         assert long.num_computed_tokens >= min(60, num_computed + 2)
+    run_and_check(driver)
+
+
+def test_what_streams_leave_of_a_step_is_shared_if_it_is_less_than_the_limit() -> None:
+    driver = make_driver(256, 4, max_num_seqs=16, max_num_batched_tokens=16)
+    driver.add(make_request(tokens(3, 9000), 30, request_id="streams", n=8))
+    driver.step()
+    driver.step()
+    driver.scheduler.max_prompt_tokens = 12
+    driver.add(make_request(tokens(40), 2, request_id="first"))
+    assert prompt_tokens(driver) == {"streams": 0, "first": 8}
+    driver.add(make_request(tokens(40, 1000), 2, request_id="second"))
+    # Four of eight are no crumb, though a chunk might have 64.
+    assert prompt_tokens(driver) == {"streams": 0, "first": 4, "second": 4}
     run_and_check(driver)
 
 
