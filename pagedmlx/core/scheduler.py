@@ -7,8 +7,10 @@ phases: a sequence simply has more known tokens than computed ones. The policy, 
 - Order is by priority, larger first, then by arrival.
 - Running sequences go first: those with one token to compute, then prompts, in chunks, as far as
   the step's token budget reaches. Beside the former ``max_prompt_tokens`` limits them, and the
-  first prompt shares what there is with the others. One that can't get its next block takes the
-  blocks of the last one in order, which then waits with its tokens kept.
+  first prompt shares what there is with the others, half and half. One that can't get its next
+  block takes the blocks of the last one in order, which then waits with its tokens kept.
+- Beside another prompt none has less than a quarter of a chunk, unless that is all it needs: it
+  waits for the next step instead. Of those that haven't started none passes it then.
 - Then waiting ones are admitted in order, as long as all their known tokens fit beside what
   running prompts still need and one more block for each running sequence that may come to need
   it. One that doesn't fit may be passed by later ones, but only ``max_overtakes`` times; then

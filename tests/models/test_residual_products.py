@@ -177,6 +177,14 @@ def both_ways(
     return results[0], results[1]
 
 
+@pytest.mark.parametrize("other", [mx.float32, mx.float16], ids=str)
+def test_weights_are_not_converted_to_the_type_of_a_stream(other: mx.Dtype) -> None:
+    x = mx.ones((3, 8), mx.bfloat16)
+    total = mx.ones((3, 8), other) + AddingLinear(mx.ones((8, 8), mx.bfloat16))(x)
+    assert operations(total)["AddMM"] == 0
+    assert total.dtype == mx.float32
+
+
 def test_an_array_knows_of_every_change_in_place() -> None:
     """MLX may come to have more of them than those that are known here."""
     changes = {name for name in dir(mx.array) if re.fullmatch("__i[a-z]+__", name)}
