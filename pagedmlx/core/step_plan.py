@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 from pagedmlx.core.sequence import Sequence
@@ -70,7 +70,7 @@ class StepPlan:
         return room > 0 and not any(entry.num_prompt_tokens for entry in self._entries.values())
 
     @contextmanager
-    def half_kept_for(self, sequence: Sequence | None) -> Iterator[None]:
+    def half_kept_for(self, sequence: Sequence | None) -> Generator[None]:
         """Keep half of what there is for prompts from all that enter meanwhile.
 
         Args:

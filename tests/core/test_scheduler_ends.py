@@ -31,7 +31,7 @@ def test_an_abort_in_the_step_in_which_a_request_ends_frees_it_once(max_tokens: 
         (other,) = driver.add(make_request(tokens(5), 4, request_id="other"))
         for number in range(8):
             if number == abort_at:
-                driver.step(between=lambda step, d=driver: d.scheduler.abort("r") and None)
+                driver.step(between=lambda step, d=driver: d.scheduler.abort("r"))
             else:
                 driver.step()
         driver.scheduler.finish(sequence, FinishReason.STOP)

@@ -40,11 +40,10 @@ SAVED = {
     **dict.fromkeys(("gemma3_text", "gemma4_text", "olmo3", "gpt_oss"), 0),
     # Of attention's product and the MLP's, one adds the other.
     "cohere2": NUM_LAYERS,
-    # Experts are added up by their weights.
-    **dict.fromkeys(("mixtral", "qwen3_moe"), NUM_LAYERS),
+    # What experts give is weighted.
+    **dict.fromkeys(("mixtral", "qwen3_moe", "qwen3_5"), NUM_LAYERS),
     "falcon_h1": 3 * NUM_LAYERS,  # state, attention and MLP
     "mamba2": NUM_LAYERS,  # it has no MLP
-    "qwen3_5": NUM_LAYERS,  # its output layers' products are multiplied
 }
 
 

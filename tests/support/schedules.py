@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 from pagedmlx.core.sequence import Sequence, SequenceStatus
@@ -41,7 +41,7 @@ def num_left(sequence: Sequence) -> int:
 
 
 @contextmanager
-def first_prompt_gets_on(driver: Driver) -> Iterator[None]:
+def first_prompt_gets_on(driver: Driver) -> Generator[None]:
     """Around one step: the first running prompt has a share, whoever else wants one.
 
     It has none where one token of each stream is the whole budget, and where it lacks blocks: then
