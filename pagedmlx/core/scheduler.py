@@ -7,8 +7,10 @@ phases: a sequence simply has more known tokens than computed ones. The policy, 
 - Order is by priority, larger first, then by arrival.
 - Running sequences go first: those with one token to compute, then prompts, in chunks, as far as
   the step's token budget reaches. Beside the former ``max_prompt_tokens`` limits them, and the
-  first prompt shares what there is with the others. One that can't get its next block takes the
-  blocks of the last one in order, which then waits with its tokens kept.
+  first prompt shares what there is with the others, half and half. One that can't get its next
+  block takes the blocks of the last one in order, which then waits with its tokens kept.
+- Beside another prompt none has less than a quarter of a chunk, unless that is all it needs: it
+  waits for the next step instead. Of those that haven't started none passes it then.
 - Then waiting ones are admitted in order, as long as all their known tokens fit beside what
   running prompts still need and one more block for each running sequence that may come to need
   it. One that doesn't fit may be passed by later ones, but only ``max_overtakes`` times; then
@@ -261,17 +263,16 @@ class Scheduler:
         """
         limit = min(limit, plan.num_tokens_left)
         plan.chunk_size = min(plan.chunk_size, limit)
-        first, rest = prompts[:1], sorted(prompts[1:], key=_num_left)
-        others = limit // 2 if first and (rest or self.waiting) else limit
-        plan.num_prompt_tokens_left = others
-        while rest and _num_left(rest[0]) <= plan.num_prompt_tokens_left:
-            self._schedule_running(plan, rest.pop(0))
-        self._admit_waiting(plan)
-        for sequence in rest:
-            self._schedule_running(plan, sequence)
-        plan.num_prompt_tokens_left += limit - others
-        for sequence in first:
-            self._schedule_running(plan, sequence)
+        plan.num_prompt_tokens_left = limit
+        first, rest = next(iter(prompts), None), sorted(prompts[1:], key=_num_left)
+        with plan.half_kept_for(first):
+            while rest and _num_left(rest[0]) <= plan.num_prompt_tokens_left:
+                self._schedule_running(plan, rest.pop(0))
+            self._admit_waiting(plan)
+            for sequence in rest:
+                self._schedule_running(plan, sequence)
+        if first is not None:
+            self._schedule_running(plan, first)
 
     def _schedule_running(self, plan: StepPlan, sequence: Sequence) -> None:
         if sequence.status is not SequenceStatus.RUNNING:
@@ -331,11 +332,11 @@ class Scheduler:
             else:
                 prefix = self._find_shared(plan, sequence, siblings)
                 must_wait = self.kv.is_pending(sequence, prefix)
-            if not plan.is_worth(sequence.num_tokens - prefix.num_tokens):
-                break
             if must_wait:
                 num_deferred += 1
                 continue
+            if not plan.is_worth(sequence.num_tokens - prefix.num_tokens):
+                break
             if self.kv.num_blocks_short(sequence, prefix, keep) > 0:
                 blocked.append(sequence)
                 continue

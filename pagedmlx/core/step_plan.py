@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
+
 from pagedmlx.core.sequence import Sequence
 from pagedmlx.core.step import BlockCopy, ScheduledSequence, Step
 
@@ -65,6 +68,28 @@ class StepPlan:
         if num_left <= room or room >= self.chunk_size // _LEAST_SHARE:
             return room > 0
         return room > 0 and not any(entry.num_prompt_tokens for entry in self._entries.values())
+
+    @contextmanager
+    def half_kept_for(self, sequence: Sequence | None) -> Generator[None]:
+        """Keep half of what there is for prompts from all that enter meanwhile.
+
+        Args:
+            sequence: Enters afterwards; None has nothing kept.
+        """
+        num_tokens = num_logits = 0
+        if sequence is not None:
+            num_tokens = -(-self.num_prompt_tokens_left // 2)
+            if sequence.lacks_prompt_rows and sequence.request.pooling is None:
+                num_logits = -(-self.num_prompt_logits_left // 2)
+        # Of all tokens too, as those that have one to compute may be many.
+        self._add_room(-num_tokens, -num_logits)
+        yield
+        self._add_room(num_tokens, num_logits)
+
+    def _add_room(self, num_tokens: int, num_logits: int) -> None:
+        self.num_tokens_left += num_tokens
+        self.num_prompt_tokens_left += num_tokens
+        self.num_prompt_logits_left += num_logits
 
     @property
     def _num_tokens_of_prompt(self) -> int:

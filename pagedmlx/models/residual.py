@@ -50,8 +50,20 @@ def add_in_products(model: nn.Module) -> int:
     return sum(watched.num_calls for watched in adding)
 
 
+def _changed(name: str) -> Callable[..., Any]:
+    change = getattr(mx.array, name)
+
+    def method(self: Product, *args: Any) -> Any:
+        self._add_to = None
+        return change(self, *args)
+
+    return method
+
+
 class Product(mx.array):
     """A product which, where it is added to an array of its own shape, has a way of its own.
+
+    Once it was changed in place it is an array like any other.
 
     Args:
         product: The array that it is.
@@ -62,16 +74,31 @@ class Product(mx.array):
 
     def __init__(self, product: mx.array, add_to: Callable[[mx.array], mx.array]) -> None:
         super().__init__(product)
-        self._add_to = add_to
+        self._add_to: Callable[[mx.array], mx.array] | None = add_to
 
     def __add__(self, other: Any) -> mx.array:
         fits = (
             isinstance(other, mx.array) and other.shape == self.shape and other.dtype == self.dtype
         )
-        return self._add_to(other) if fits else super().__add__(other)
+        return self._add_to(other) if fits and self._add_to else super().__add__(other)
 
     # For ``x + product`` Python asks the more special class first, which is this one.
     __radd__ = __add__
+
+    __setitem__ = _changed("__setitem__")
+    __iadd__ = _changed("__iadd__")
+    __isub__ = _changed("__isub__")
+    __imul__ = _changed("__imul__")
+    __imatmul__ = _changed("__imatmul__")
+    __itruediv__ = _changed("__itruediv__")
+    __ifloordiv__ = _changed("__ifloordiv__")
+    __imod__ = _changed("__imod__")
+    __ipow__ = _changed("__ipow__")
+    __iand__ = _changed("__iand__")
+    __ior__ = _changed("__ior__")
+    __ixor__ = _changed("__ixor__")
+    __ilshift__ = _changed("__ilshift__")
+    __irshift__ = _changed("__irshift__")
 
 
 class AddingLinear(nn.Module):
@@ -88,15 +115,19 @@ class AddingLinear(nn.Module):
     def __call__(self, x: mx.array) -> mx.array:
         """Multiply with the weights; (..., input size) to (..., output size)."""
         product = x @ self.weight.T
-        if x.size == x.shape[-1]:
+        if _is_one_row(x):
             return product  # MLX is fastest with one row where nothing is added
-        return Product(product, lambda other: self._added(other, x))
-
-    def _added(self, other: mx.array, x: mx.array) -> mx.array:
-        # MLX would take (T, 1, size) for T products.
+        # MLX would take (T, 1, size) for T products. Reshaped now, as x may be changed in place.
         rows = x.reshape(-1, x.shape[-1])
+        return Product(product, lambda other: self._added(other, rows))
+
+    def _added(self, other: mx.array, rows: mx.array) -> mx.array:
         total = mx.addmm(other.reshape(-1, other.shape[-1]), rows, self.weight.T)
         return total.reshape(other.shape)
+
+
+def _is_one_row(x: mx.array) -> bool:
+    return x.size == x.shape[-1]
 
 
 class _Watched:
@@ -106,18 +137,29 @@ class _Watched:
         self.module = module
         self.name = name
         self.layer = layer
-        self.num_calls = 0
-        self._num_sums = 0
+        self._num_sums: list[int] = []
 
     def __call__(self, x: mx.array) -> mx.array:
-        self.num_calls += 1
+        index = self.num_calls
+        self._num_sums.append(0)
         product = self.layer(x)
-        return Product(product, lambda other: self._added(other, product))
+        if _is_one_row(x):
+            return product
+        return Product(product, lambda other: self._added(other, product, index))
 
-    def _added(self, other: mx.array, product: mx.array) -> mx.array:
-        self._num_sums += 1
-        return other + product
+    def __getattr__(self, name: str) -> Any:
+        """What a model looks at besides, such as the weights' type."""
+        return getattr(self.layer, name)
+
+    def _added(self, other: mx.array, product: mx.array, index: int) -> mx.array:
+        self._num_sums[index] += 1
+        return mx.add(other, product)  # ``other`` may be a product too, but is none that adds
+
+    @property
+    def num_calls(self) -> int:
+        return len(self._num_sums)
 
     @property
     def is_always_added(self) -> bool:
-        return 0 < self.num_calls == self._num_sums
+        """Whether each product is added once; one that is added twice would be computed twice."""
+        return bool(self._num_sums) and all(count == 1 for count in self._num_sums)

@@ -9,7 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from pagedmlx.core.request import Request
 from pagedmlx.core.step import Step
 from pagedmlx.errors import PoolTooSmallError
-from tests.support.core import Driver
+from tests.support.core import Driver, make_request
+from tests.support.schedules import first_prompt_gets_on
 from tests.support.strategies import drivers, requests
 
 
@@ -32,6 +33,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             self._add(data.draw(requests(f"r{self.num_requests}")))
             self.num_requests += 1
 
+    @rule(lengths=st.lists(st.integers(5, 30), min_size=2, max_size=4))
+    def add_long_prompts(self, lengths: list[int]) -> None:
+        """Nothing alike, so that they ask for more than a step has."""
+        for length in lengths:
+            prompt = (3, self.num_requests % 256, *[0] * length)[:length]
+            self._add(make_request(prompt, 2, request_id=f"r{self.num_requests}"))
+            self.num_requests += 1
+
     def _add(self, request: Request) -> None:
         needed = len(request.prompt_token_ids) + request.max_output_tokens - 1
         fits = needed <= self.driver.kv.capacity_tokens
@@ -47,7 +56,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(count=st.integers(1, 4))
     def step(self, count: int) -> None:
         for _ in range(count):
-            self.driver.step()
+            with first_prompt_gets_on(self.driver):
+                self.driver.step()
 
     @precondition(lambda self: self.driver.scheduler.has_unfinished)
     @rule(data=st.data())
@@ -66,7 +76,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(sequence.is_finished for sequence in ended)
         assert not self.driver.scheduler.abort(f"r{number}")
 
-    @rule(limit=st.sampled_from([None, None, 2, 5, 16]))
+    @rule(limit=st.sampled_from([None, None, 2, 5, 9, 16]))
     def pace_prompts(self, limit: int | None) -> None:
         self.driver.scheduler.max_prompt_tokens = limit
 

@@ -4,6 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pagedmlx.config import EngineConfig
 from pagedmlx.core.groups import KVGroup, KVGroupKind
@@ -207,3 +209,59 @@ def test_chunks_are_what_suits_the_attention_unless_the_user_chose(
 def test_steps_that_were_small_already_stay_as_they_are():
     config = EngineConfig(max_num_batched_tokens=5, prefill_chunk_size=3)
     assert fit_step(config, 0, lambda rows: rows) == (config, 2 * 5)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "chunk", "headroom"),
+    [
+        (2048, 512, 2 * 4 * 5120),
+        (2112, 512, 2 * (4 * 5120 + 640)),  # 64 streams are no fifth chunk
+        (600, 512, 2 * 6000),
+        (100, 100, 2 * 1000),
+        (101, 100, 2 * 1010),
+    ],
+)
+def test_what_a_step_has_beside_whole_chunks_counts_by_its_tokens(
+    tokens: int, chunk: int, headroom: int
+):
+    config = EngineConfig(max_num_batched_tokens=tokens, prefill_chunk_size=chunk)
+    assert fit_step(config, 10**9, lambda rows: 10 * rows) == (config, headroom)
+
+
+def test_a_part_of_a_byte_is_one():
+    config = EngineConfig(max_num_batched_tokens=70, prefill_chunk_size=64)
+    assert fit_step(config, 10**9, lambda rows: 1)[1] == 2 * 2
+
+
+@given(
+    tokens=st.integers(1, 5000),
+    chunk=st.none() | st.integers(1, 5000),
+    spare=st.integers(0, 2_000_000),
+    fixed=st.integers(0, 10_000),
+    each=st.integers(1, 100),
+)
+def test_a_step_has_what_it_needs_and_is_as_large_as_half_of_the_memory_allows(
+    tokens: int, chunk: int | None, spare: int, fixed: int, each: int
+):
+    wanted = EngineConfig(max_num_batched_tokens=tokens, prefill_chunk_size=chunk)
+
+    def measure(rows: int) -> int:
+        assert rows <= wanted.max_chunk
+        return fixed + each * rows
+
+    config, headroom = fit_step(wanted, spare, measure)
+    found = config.max_num_batched_tokens
+    needed = -(-measure(config.max_chunk) * found // config.max_chunk)
+    assert headroom == 2 * needed
+    # What a chunk takes whatever its size counts at least once.
+    assert needed >= fixed + each * found
+    assert min(tokens, MIN_STEP_TOKENS) <= found <= tokens
+    assert config.max_chunk == min(wanted.max_chunk, found)
+    assert 2 * headroom <= spare or found <= MIN_STEP_TOKENS
+    if found == tokens:
+        assert config == wanted
+    else:
+        # Twice as many, or all, were too many.
+        tried = min(tokens, 2 * found + 1)
+        rows = min(tried, wanted.max_chunk)
+        assert 4 * -(-measure(rows) * tried // rows) > spare

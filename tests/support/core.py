@@ -251,7 +251,7 @@ class Driver:
         self.sequences.extend(added)
         return added
 
-    def step(self, between: Callable[[Step], None] = lambda step: None) -> Step | None:
+    def step(self, between: Callable[[Step], object] = lambda step: None) -> Step | None:
         """Schedule and compute a step, call ``between``, update the oldest under way.
 
         Returns:
@@ -334,7 +334,7 @@ class Driver:
             sequence = entry.sequence
             assert not sequence.is_finished
             assert not (entry.is_unread and sequence.request.grammar), "chosen without its text"
-            assert 1 <= entry.num_tokens <= config.prefill_chunk_size
+            assert 1 <= entry.num_tokens <= config.max_chunk
             end = entry.start + entry.num_tokens
             ahead = sequence.num_tokens_ahead - entry.needs_logits
             assert sequence.num_computed_tokens == end <= ahead

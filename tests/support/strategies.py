@@ -25,7 +25,7 @@ block_sizes = st.sampled_from([2, 4])
 min_partial_tokens = st.sampled_from([1, 1, 2, 4])
 cache_salts = st.sampled_from(["", "", "", "other"])
 
-# Most prompts begin alike and part ways somewhere.
+# Most prompts begin alike and part ways somewhere; some share nothing with those.
 _SHARED = (0, 1, 1, 0, 2, 0, 1, 2, 0, 0, 1, 1)
 
 
@@ -33,7 +33,8 @@ _SHARED = (0, 1, 1, 0, 2, 0, 1, 2, 0, 0, 1, 1)
 def prompts(draw: st.DrawFn, max_size: int = 12) -> tuple[int, ...]:
     shared = _SHARED[: draw(st.integers(0, max_size))]
     own = draw(st.lists(st.integers(0, 1), max_size=3))
-    return (*shared, *own)[:max_size] or (0,)
+    other = draw(st.sampled_from([(), (), (), (2,), (1, 2)]))
+    return (*other, *shared, *own)[:max_size] or (0,)
 
 
 @st.composite
@@ -61,7 +62,7 @@ def requests(draw: st.DrawFn, request_id: str) -> Request:
 @st.composite
 def drivers(draw: st.DrawFn) -> Driver:
     return make_driver(
-        draw(st.integers(3, 14)),
+        draw(st.integers(3, 14) | st.just(40)),
         draw(block_sizes),
         groups=draw(kv_groups),
         window_blocks=draw(st.sampled_from([None, 3, 5, 8])),
@@ -69,8 +70,8 @@ def drivers(draw: st.DrawFn) -> Driver:
         hash_function=draw(hash_functions),
         stop_strings=draw(st.booleans()),
         max_num_seqs=draw(st.sampled_from([8, 8, 4, 2, 1])),
-        max_num_batched_tokens=draw(st.sampled_from([64, 12, 8, 5, 3, 2, 1])),
-        prefill_chunk_size=draw(st.sampled_from([64, 5, 4, 3, 2, 1])),
+        max_num_batched_tokens=draw(st.sampled_from([64, 19, 14, 11, 8, 5, 3, 2, 1])),
+        prefill_chunk_size=draw(st.sampled_from([64, 16, 8, 5, 4, 3, 2, 1])),
         max_overtakes=draw(st.sampled_from([64, 3, 1, 0])),
         max_prompt_logits=draw(st.sampled_from([128, 4, 1])),
         chunk_multiple=draw(st.sampled_from([1, 2, 8])),
