@@ -78,15 +78,29 @@ def test_nothing_is_kept_for_nobody() -> None:
         assert plan.num_prompt_logits_left == 5
 
 
-@given(start=st.integers(0, 5000), num_tokens=st.integers(1, 3000), power=st.integers(0, 10))
-def test_a_chunk_ends_at_the_roundest_position_that_leaves_half_of_it(
+@given(start=st.integers(0, 5000), num_tokens=st.integers(1, 3000), power=st.integers(0, 11))
+def test_a_chunk_ends_at_a_round_position_and_has_a_third_at_least(
     start: int, num_tokens: int, power: int
 ) -> None:
-    found = aligned(start, num_tokens, 1 << power)
-    assert num_tokens <= 2 * found <= 2 * num_tokens
+    multiple = 1 << power
+    found = aligned(start, num_tokens, multiple)
+    assert num_tokens < 3 * found <= 3 * num_tokens
+    end = start + found
     ends = range(start + -(-num_tokens // 2), start + num_tokens + 1)
+    roundest = max(min(each & -each, multiple) for each in ends)
+    assert end % roundest == 0 or end % min(start & -start, multiple) == 0
 
-    def roundness(end: int) -> int:
-        return min(end & -end, 1 << power)
 
-    assert roundness(start + found) == max(map(roundness, ends))
+@given(start=st.integers(0, 5000), power=st.integers(0, 11), data=st.data())
+def test_chunks_that_follow_each_other_soon_have_one_shape(
+    start: int, power: int, data: st.DataObject
+) -> None:
+    multiple = 1 << power
+    num_tokens = data.draw(st.integers(1, 2 * multiple))
+    length = min(multiple, 1 << (num_tokens.bit_length() - 1))
+    for _ in range(12):
+        start += aligned(start, num_tokens, multiple)
+    for _ in range(4):
+        assert start % length == 0
+        assert aligned(start, num_tokens, multiple) == length
+        start += aligned(start, num_tokens, multiple)
