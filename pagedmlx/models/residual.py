@@ -50,16 +50,6 @@ def add_in_products(model: nn.Module) -> int:
     return sum(watched.num_calls for watched in adding)
 
 
-def _changed(name: str) -> Callable[..., Any]:
-    change = getattr(mx.array, name)
-
-    def method(self: Product, *args: Any) -> Any:
-        self._add_to = None
-        return change(self, *args)
-
-    return method
-
-
 class Product(mx.array):
     """A product which, where it is added to an array of its own shape, has a way of its own.
 
@@ -85,20 +75,21 @@ class Product(mx.array):
     # For ``x + product`` Python asks the more special class first, which is this one.
     __radd__ = __add__
 
-    __setitem__ = _changed("__setitem__")
-    __iadd__ = _changed("__iadd__")
-    __isub__ = _changed("__isub__")
-    __imul__ = _changed("__imul__")
-    __imatmul__ = _changed("__imatmul__")
-    __itruediv__ = _changed("__itruediv__")
-    __ifloordiv__ = _changed("__ifloordiv__")
-    __imod__ = _changed("__imod__")
-    __ipow__ = _changed("__ipow__")
-    __iand__ = _changed("__iand__")
-    __ior__ = _changed("__ior__")
-    __ixor__ = _changed("__ixor__")
-    __ilshift__ = _changed("__ilshift__")
-    __irshift__ = _changed("__irshift__")
+
+def _forgetting(name: str) -> Callable[..., Any]:
+    """A method of arrays that changes them in place, for products."""
+    change = getattr(mx.array, name)
+
+    def method(self: Product, *args: Any) -> Any:
+        self._add_to = None
+        return change(self, *args)
+
+    return method
+
+
+_IN_PLACE = "add sub mul matmul truediv floordiv mod pow and or xor lshift rshift"
+for _name in ("__setitem__", *(f"__i{operation}__" for operation in _IN_PLACE.split())):
+    setattr(Product, _name, _forgetting(_name))
 
 
 class AddingLinear(nn.Module):

@@ -91,7 +91,7 @@ def test_a_chunk_ends_at_a_round_position_and_has_a_third_at_least(
     assert end % roundest == 0 or end % min(start & -start, multiple) == 0
 
 
-@given(start=st.integers(0, 5000), power=st.integers(0, 11), data=st.data())
+@given(start=st.integers(0, 5000), power=st.integers(1, 11), data=st.data())
 def test_chunks_that_follow_each_other_soon_have_one_shape(
     start: int, power: int, data: st.DataObject
 ) -> None:

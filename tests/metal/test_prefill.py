@@ -259,7 +259,11 @@ FAULTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "masks too few tiles": ("base + KEYS > low_end", "base > low_end", WRONG),
     "wrong block": ("POSITION(base, j) / BS]", "POSITION(base, j) / BS / 2]", WRONG),
     "wrong head": ("(block * H + kv_head)", "(block * H)", WRONG),
-    "beyond the table": ("table[POSITION(base, j) / BS]", "table[POSITION(base, j) / BS + 1000]", ("out_of_bounds",)),
+    "beyond the table": (
+        "table[POSITION(base, j) / BS]",
+        "table[POSITION(base, j) / BS + 1000]",
+        ("out_of_bounds",),
+    ),
     "dead slots read": (LIVE, LIVE.replace("high_end - 1", "high_end | 15"), WRONG),
     "freed blocks read": (LIVE, "min((base) + KEY(j), high_end - 1)", WRONG),
     "missing barrier before the tile": (f"if (first == 0) {BARRIER}", "", RACE),
