@@ -324,7 +324,8 @@ class Driver:
         limit = self.scheduler.max_prompt_tokens
         if limit is not None and any(not entry.num_prompt_tokens for entry in step.scheduled):
             # A step of prompts alone that ends in the last tokens of some may look like one.
-            streams = [e for e in step.scheduled if e.start >= e.sequence.num_prompt_tokens]
+            entries = [entry for entry in step.scheduled if not entry.num_prompt_tokens]
+            streams = [e for e in entries if e.start >= e.sequence.num_prompt_tokens]
             assert not streams or step.num_prompt_tokens <= limit, "streams wait too long"
         num_prompt_logits = sum(
             len(entry.prompt_rows) for entry in step.scheduled if not entry.sequence.request.pooling
