@@ -59,24 +59,28 @@ top = simd_max(top);
 const float sink = float(sinks[head]) * 1.4426950408889634f;
 top = max(top, sink);
 #endif
+
+// Each lane has the share of one chunk in 32, and all need it for the chunk's values.
 float sum = 0.0f;
-for (int chunk = lane; chunk < num_chunks; chunk += 32) {
-  sum += exp2(STAT(chunk, 0) - top) * STAT(chunk, 1);
+float acc[J];
+UNROLL for (int j = 0; j < J; ++j) acc[j] = 0.0f;
+for (int chunk = 0; chunk < num_chunks; chunk += 32) {
+  const int mine = chunk + lane;
+  const float share = mine < num_chunks ? exp2(STAT(mine, 0) - top) : 0.0f;
+  if (mine < num_chunks) sum += share * STAT(mine, 1);
+  const int count = min(num_chunks - chunk, 32);
+  for (int i = simdgroup; i < count; i += SIMDGROUPS) {
+    const float its = simd_broadcast(share, ushort(i));
+    UNROLL for (int j = 0; j < J; ++j) {
+      const int d = j * 32 + lane;
+      if (d < DV) acc[j] += its * PARTIAL(chunk + i, d);
+    }
+  }
 }
 sum = simd_sum(sum);
 #if HAS_SINKS
 sum += exp2(sink - top);
 #endif
-
-float acc[J];
-UNROLL for (int j = 0; j < J; ++j) acc[j] = 0.0f;
-for (int chunk = simdgroup; chunk < num_chunks; chunk += SIMDGROUPS) {
-  const float share = exp2(STAT(chunk, 0) - top);
-  UNROLL for (int j = 0; j < J; ++j) {
-    const int d = j * 32 + lane;
-    if (d < DV) acc[j] += share * PARTIAL(chunk, d);
-  }
-}
 #undef STAT
 #undef PARTIAL
 

@@ -202,7 +202,7 @@ FAULTS: list[tuple[Mutation, Checkable, tuple[str, ...]]] = [
         WRONG,
     ),
     (
-        Mutation("merge", "a chunk left out", "chunk = simdgroup;", "chunk = simdgroup + 1;"),
+        Mutation("merge", "a chunk left out", "int i = simdgroup;", "int i = simdgroup + 1;"),
         LONG,
         WRONG,
     ),
