@@ -78,6 +78,7 @@ METAL_FUNC void set_inner(simdgroup_matrix<float, 8, 8>& matrix, const vec<float
 }
 
 // Of 16 bits in one access.
+#define LOAD_TWO_ALIGNED alignas(16)
 template <typename T>
 METAL_FUNC void load_two(const vec<T, 4>* from, vec<T, 4>& first, vec<T, 4>& second) {
   const uint4 words = *reinterpret_cast<const uint4*>(from);

@@ -33,7 +33,9 @@ METAL_FUNC void set_inner(thread simdgroup_matrix<float, 8, 8>& matrix, thread V
   set_pair(matrix, first, second, w);
 }
 
-// Loads that follow each other; the first is an even one of its row.
+// Loads that follow each other; the first is an even one of its row. What they are taken from is
+// declared with this.
+#define LOAD_TWO_ALIGNED
 template <typename V>
 METAL_FUNC void load_two(const threadgroup V* from, thread V& first, thread V& second) {
   first = from[0];

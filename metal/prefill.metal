@@ -99,7 +99,7 @@ UNROLL for (int c = 0; c < COLUMNS; ++c) {
   }
 }
 
-alignas(16) threadgroup vec<KT, W> k_tile[KEYS][DK / W + K_PAD];
+LOAD_TWO_ALIGNED threadgroup vec<KT, W> k_tile[KEYS][DK / W + K_PAD];
 threadgroup vec<KT, W> v_tile[KEYS][DV / W + V_PAD];
 
 simdgroup_matrix<float, 8, 8> acc[COLUMNS][V_SPANS * W];

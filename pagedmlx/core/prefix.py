@@ -8,12 +8,11 @@ the whole chain, so that a collision can't serve another prompt's K and V.
 from __future__ import annotations
 
 import hashlib
+from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, takewhile
-
-import numpy as np
 
 from pagedmlx.core.block import Block
 
@@ -23,7 +22,7 @@ HashFunction = Callable[[bytes, Sequence[int]], bytes]
 
 def hash_tokens(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """The default ``HashFunction``: 16 bytes of blake2b over the parent's hash and the tokens."""
-    data = np.asarray(token_ids, dtype="<i8").tobytes()
+    data = array("q", token_ids).tobytes()
     return hashlib.blake2b(data, key=parent[:64], digest_size=16).digest()
 
 
