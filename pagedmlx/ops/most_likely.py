@@ -66,7 +66,7 @@ class MostLikely:
             NaN or without a finite maximum.
         """
         if logits.size < MIN_ELEMENTS:
-            logits = mx.pad(logits, ((0, 0), (0, MIN_ELEMENTS)), constant_values=-mx.inf)
+            logits = mx.pad(logits, [(0, 0), (0, MIN_ELEMENTS)], constant_values=-mx.inf)
         num_rows, num_logits = logits.shape
         variant = self._variant(logits.dtype, num_logits)
         num_threads = SIMD_WIDTH * variant.num_simdgroups
