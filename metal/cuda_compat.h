@@ -10,6 +10,9 @@
 #ifndef FLT_MAX
 #define FLT_MAX 3.402823466e+38f
 #endif
+#ifndef INFINITY
+#define INFINITY __int_as_float(0x7f800000)
+#endif
 
 typedef unsigned int uint;
 typedef unsigned short ushort;
@@ -78,6 +81,11 @@ METAL_FUNC bool simd_any(bool x) { return __any_sync(0xffffffffu, x) != 0; }
 
 METAL_FUNC float simd_max(float x) {
   UNROLL for (int step = 16; step >= 1; step /= 2) x = fmaxf(x, simd_shuffle_xor(x, step));
+  return x;
+}
+
+METAL_FUNC int simd_min(int x) {
+  UNROLL for (int step = 16; step >= 1; step /= 2) x = min(x, simd_shuffle_xor(x, step));
   return x;
 }
 

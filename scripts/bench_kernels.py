@@ -23,8 +23,10 @@ from pagedmlx.engine.memory import device_memory_bytes
 from pagedmlx.kv.layout import AxisOrder
 from pagedmlx.kv.writer import NewRows, Rope
 from pagedmlx.ops.base import PagedBatch
-from pagedmlx.ops.launch import gpu_platform
+from pagedmlx.ops.launch import MLXLauncher, gpu_platform
+from pagedmlx.ops.most_likely import MostLikely
 from pagedmlx.ops.variants import DecodePath
+from pagedmlx.sampling.greedy import most_likely
 from scripts.kernel_layers import CHAIN, ROUNDS, STEPS, Layers, Shape, best, measure_ceiling, normal
 from scripts.report import save
 from scripts.trace import trace
@@ -56,6 +58,8 @@ SHARED = tuple(
 )
 """Each with and without a cascade: where it pays, and where it doesn't."""
 
+NUM_LOGITS = 128256
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Measure the kernels.")
@@ -85,6 +89,7 @@ def main() -> int:
         "prefill": lambda: [measure_prefill(2048, cached) for cached in (0, 8192)],
         "write": lambda: [measure_write(rows) for rows in (1, 16, 64, 2048)],
         "rope": lambda: [measure_rope(rows) for rows in (1, 16, 64, 2048)],
+        "sampling": lambda: [measure_sampling(rows) for rows in (1, 16, 64)],
     }
     wanted = options.only.split(",") if options.only else list(sections)
     if options.peak:
@@ -357,6 +362,44 @@ def measure_rope(num_rows: int) -> dict[str, Any]:
             result[f"{name}_device_us"] = round(busy.seconds / CHAIN * 1e6, 2)
             result[f"{name}_launches"] = round(busy.launches / CHAIN, 1)
     return result
+
+
+def measure_sampling(num_rows: int) -> dict[str, Any]:
+    """The most likely tokens of bfloat16 logits, by the kernel and by MLX.
+
+    Each choice is among logits that wait for the one before, as in a model; ``first`` takes any
+    token, and so has what that costs by itself.
+    """
+    platform = gpu_platform()
+    assert platform is not None
+    logits = normal((num_rows, NUM_LOGITS))
+    mx.eval(logits)
+    ways: dict[str, Callable[[mx.array], mx.array]] = {
+        "first": lambda logits: logits[:, 0].astype(mx.int32),
+        "kernel": MostLikely(MLXLauncher(platform)),
+        "mlx": most_likely,
+    }
+    result: dict[str, Any] = {"rows": num_rows}
+    for name, find in ways.items():
+
+        def step(find: Callable[[mx.array], mx.array] = find) -> None:
+            tokens = find(logits)
+            for _ in range(CHAIN - 1):
+                tokens = find(_after(logits, tokens))
+            mx.eval(tokens)
+
+        result[f"{name}_us"] = round(best(step) / CHAIN * 1e6, 2)
+        busy = trace(step)
+        if busy is not None:
+            result[f"{name}_device_us"] = round(busy.seconds / CHAIN * 1e6, 2)
+            result[f"{name}_launches"] = round(busy.launches / CHAIN, 1)
+    return result
+
+
+@mx.compile
+def _after(logits: mx.array, tokens: mx.array) -> mx.array:
+    """The same logits, once there are the tokens."""
+    return logits + (0 * tokens[:, None]).astype(logits.dtype)
 
 
 def measure_peak() -> dict[str, Any]:

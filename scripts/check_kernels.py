@@ -31,9 +31,12 @@ from pagedmlx.ops.base import AttentionParams, PagedBatch
 from pagedmlx.ops.in_place import InPlaceWriter
 from pagedmlx.ops.kernels import KernelBackend
 from pagedmlx.ops.launch import Launcher, MLXLauncher, gpu_platform
+from pagedmlx.ops.most_likely import MostLikely
+from pagedmlx.sampling.greedy import most_likely, num_different
 from scripts.report import save
 from tests.metal.cascades import SETTINGS
 from tests.metal.cases import covering_variants, every_variant
+from tests.metal.greedy import GreedyCase, every_case
 from tests.metal.ropes import RopeCase, covering_ropes
 from tests.support.attention import TOLERANCES, make_case, write_step
 from tests.support.batches import make_batch
@@ -59,6 +62,7 @@ def main() -> None:
         "token": check_token,
         "copies": check_copies,
         "rope": lambda: check_rope(options.jobs),
+        "sampling": lambda: check_sampling(options.jobs),
         "prefill": lambda: check_prefill(options.jobs),
         "cascade": lambda: _shares(SETTINGS, options.jobs),
         "long": check_long,
@@ -314,6 +318,25 @@ def _difference_from_mlx(dtype: str) -> float:
     found, wanted = rotated.astype(mx.float32), expected.astype(mx.float32)
     store.commit(found, wanted)
     return _largest(mx.abs(found - wanted) / (1 + mx.abs(wanted)))
+
+
+def check_sampling(jobs: int) -> dict[str, Any]:
+    """The most likely tokens are those of numpy and of MLX, also for rows that begin anywhere."""
+    result = _shares([*every_case(), *(GreedyCase(dtype, 128256) for dtype in TOLERANCES)], jobs)
+    find = MostLikely(_launcher())
+    result["rows_unlike_mlx"] = {
+        f"{dtype} {num_logits}": num_different(find, dtype, num_logits)
+        for dtype, num_logits in product(TOLERANCES, (5001, 128256))
+    } | {
+        f"{dtype} from row {first}": _num_unlike_mlx(find, GreedyCase(dtype, 4097).logits[first:])
+        for dtype, first in product(TOLERANCES, (1, 2, 3))
+    }
+    result["ok"] = result["ok"] and not any(result["rows_unlike_mlx"].values())
+    return result
+
+
+def _num_unlike_mlx(find: MostLikely, logits: mx.array) -> int:
+    return int(np.count_nonzero(np.array(find(logits) != most_likely(logits))))
 
 
 def check_token() -> dict[str, Any]:

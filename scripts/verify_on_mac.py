@@ -76,7 +76,7 @@ def parts(model: str) -> list[Part]:
         Part("token", (*kernels, "token", *stdout), minutes=5),
         Part(
             "kernels",
-            (*kernels, "variants,prefill,cascade,copies,rope,ragged,long", *stdout),
+            (*kernels, "variants,prefill,cascade,copies,rope,sampling,ragged,long", *stdout),
             minutes=20,
         ),
         Part("parity", (*engine, "parity", *stdout), on_gpu=False),
@@ -88,7 +88,7 @@ def parts(model: str) -> list[Part]:
         Part("speed of decode", (*bench, "ceiling,decode,factors,write_attend", *stdout)),
         Part("speed of prefill", (*bench, "prefill,write,rope", *stdout)),
         Part("speed of cascades", (*bench, "cascade", *stdout)),
-        Part("speed of others", (*bench, "sdpa,batch_cache", *stdout)),
+        Part("speed of others", (*bench, "sampling,sdpa,batch_cache", *stdout)),
         Part("peak memory", ("scripts/bench_kernels.py", "--peak", *stdout)),
         Part("speed of a model", (*whole, "stream", "--contexts", "128,1024,4096", *stdout)),
         *(

@@ -32,6 +32,7 @@ from pagedmlx.errors import (
     KernelError,
     ModelLoadError,
     UnsupportedModelError,
+    first_line,
 )
 from pagedmlx.kv.store import KVStore
 from pagedmlx.kv.writer import PoolWriter
@@ -45,6 +46,7 @@ from pagedmlx.ops import attention_paths
 from pagedmlx.ops.kernels import KernelBackend
 from pagedmlx.ops.tuning import compile_kernels, tune
 from pagedmlx.progress import ProgressCallback
+from pagedmlx.sampling.greedy import by_kernel
 from pagedmlx.sampling.sampler import Sampler
 from pagedmlx.text.tokenizer import Tokenizer
 
@@ -84,6 +86,7 @@ def build_engine(
         on_progress("checking the model against mlx-lm", None)
         limit = memory_limit(config, loaded.parameter_bytes)
         adapter, writer, attention = _adapt(loaded, config, undo, on_progress)
+        sampler, sampling = _sampler(adapter, loaded.dtype)
         wanted = config.max_num_batched_tokens
         config = fit_chunk(config, adapter.layout, keeps_scores=_keeps_scores(adapter))
         config, headroom = fit_step_to_device(config, adapter, writer, loaded.parameter_bytes)
@@ -103,7 +106,7 @@ def build_engine(
         )
         if on_gpu:
             on_progress("serving made-up requests", None)
-            serve_made_up_requests(adapter, writer, config, limits.max_model_len)
+            serve_made_up_requests(adapter, writer, config, limits.max_model_len, sampler)
         chunk_multiple = 1
         if isinstance(adapter.backend, KernelBackend):
             on_progress("measuring", None)
@@ -136,7 +139,7 @@ def build_engine(
                 max_prompt_logits=max(1, MAX_PROMPT_LOGITS // adapter.vocab_size),
                 chunk_multiple=chunk_multiple,
             ),
-            ModelRunner(adapter, store, Sampler(), memory_limits.undo),
+            ModelRunner(adapter, store, sampler, memory_limits.undo),
             tokenizer,
             limits,
             block_bytes=plan.block_bytes,
@@ -146,6 +149,7 @@ def build_engine(
                 f"device: {'GPU' if on_gpu else 'CPU'}, weights in {loaded.dtype}",
                 *notes,
                 *attention,
+                *sampling,
                 *_step_notes(config, wanted),
                 *_pool_notes(plan, limits),
                 *_state_notes(plan, config),
@@ -214,6 +218,19 @@ def _attention_note(adapter: ModelAdapter, probe: ProbeResult) -> str:
     if adapter.row_layout is not RowLayout.TOKEN_ROWS:
         how += f" in {adapter.row_layout}"
     return f"attention: {how}; logits within {probe.error:.1g} of mlx-lm's"
+
+
+def _sampler(adapter: ModelAdapter, dtype: str) -> tuple[Sampler, list[str]]:
+    """The sampler, and a line for the user where a kernel should have helped it and doesn't."""
+    backend = adapter.backend
+    if not isinstance(backend, KernelBackend):
+        return Sampler(), []
+    try:
+        # What processors have changed is float32.
+        kernel = by_kernel(backend.launcher, (dtype, "float32"), adapter.vocab_size)
+    except (KernelError, RuntimeError) as error:  # the latter is MLX's, of memory too
+        return Sampler(), [f"most likely tokens: by MLX, slower instead: {first_line(error)}"]
+    return Sampler(find_most_likely=kernel), []
 
 
 def _allocate(

@@ -1,4 +1,4 @@
-"""A handful of kernels beside the reference backend, for ``pagedmlx doctor --kernels``.
+"""A handful of kernels beside what they replace, for ``pagedmlx doctor --kernels``.
 
 It finds what is wrong, not what is inexact; ``scripts/check_kernels.py`` compares with float64.
 """
@@ -21,8 +21,10 @@ from pagedmlx.ops.base import AttentionParams, PagedBatch
 from pagedmlx.ops.in_place import InPlaceWriter
 from pagedmlx.ops.kernels import KernelBackend
 from pagedmlx.ops.launch import Launcher, MLXLauncher, gpu_platform
+from pagedmlx.ops.most_likely import MostLikely
 from pagedmlx.ops.prefill_path import PrefillPath
 from pagedmlx.ops.reference import ReferenceBackend
+from pagedmlx.sampling.greedy import num_different
 
 TOLERANCES = {"float32": 5e-3, "float16": 1e-2, "bfloat16": 5e-2}
 """Largest difference between outputs of about 1; a GPU's own float32 products may be inexact."""
@@ -39,8 +41,8 @@ class KernelCheck:
 
     Attributes:
         name: What ran.
-        ok: Whether it agrees with the reference backend.
-        error: Largest difference; None if it didn't run.
+        ok: Whether it agrees with the reference backend, or with MLX's choice of tokens.
+        error: Largest difference, or rows with another token; None if it didn't run.
         tolerance: What that may be.
         problem: Why it didn't run, or None.
     """
@@ -99,6 +101,9 @@ _CASES = (
     _Case("prefill after RoPE", "float16", 64, 3, _CHUNKS, rope=Rope(32, True, 5e5, 0.5)),
 )
 
+_NUM_LOGITS = 5001
+"""Odd, so that rows lie in memory as no vector does."""
+
 
 def check_kernels(launcher: Launcher | None = None) -> KernelReport:
     """Compile and run some variants, and say which attention backend to expect.
@@ -113,19 +118,22 @@ def check_kernels(launcher: Launcher | None = None) -> KernelReport:
                 "gather", "kernels need a GPU, and MLX computes on the CPU here", True, ()
             )
         launcher = MLXLauncher(platform)
-    checks = tuple(_check(case, launcher) for case in _CASES)
+    attention = [_check(case, launcher) for case in _CASES]
+    checks = (*attention, *(_check_greedy(dtype, launcher) for dtype in TOLERANCES))
+    # Sampling alone can do without its kernel.
+    path = "kernels" if all(check.ok for check in attention) else "gather"
     failed = [check.name for check in checks if not check.ok]
     if failed:
         reason = (
             f"{len(failed)} of {len(checks)} kernel checks failed ({'; '.join(failed)}); "
             "the comparison at load has the last word for each model"
         )
-        return KernelReport("gather", reason, False, checks)
+        return KernelReport(path, reason, False, checks)
     reason = (
-        f"{len(checks)} kernel checks agree with the reference backend; each model's logits are "
+        f"{len(checks)} kernel checks agree with what the kernels replace; each model's logits are "
         "compared with mlx-lm's at load"
     )
-    return KernelReport("kernels", reason, True, checks)
+    return KernelReport(path, reason, True, checks)
 
 
 def _check(case: _Case, launcher: Launcher) -> KernelCheck:
@@ -142,6 +150,15 @@ def _check(case: _Case, launcher: Launcher) -> KernelCheck:
     if np.isnan(difference):
         return KernelCheck(name, False, None, tolerance, "the output holds NaN")
     return KernelCheck(name, difference <= tolerance, difference, tolerance, None)
+
+
+def _check_greedy(dtype: str, launcher: Launcher) -> KernelCheck:
+    name = f"most likely token, {dtype}"
+    try:
+        count = num_different(MostLikely(launcher), dtype, _NUM_LOGITS)
+    except Exception as error:  # whatever a compiler or a device has to say
+        return KernelCheck(name, False, None, 0, first_line(error))
+    return KernelCheck(name, count == 0, count, 0, None)
 
 
 def _attend(case: _Case, path: AttentionPath) -> np.ndarray:

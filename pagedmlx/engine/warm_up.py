@@ -31,7 +31,11 @@ _NUM_ALONE = 4
 
 
 def serve_made_up_requests(
-    adapter: ModelAdapter, writer: PoolWriter, config: EngineConfig, max_len: int
+    adapter: ModelAdapter,
+    writer: PoolWriter,
+    config: EngineConfig,
+    max_len: int,
+    sampler: Sampler,
 ) -> None:
     """Answer two requests, the second of which comes while the first is being answered.
 
@@ -40,6 +44,7 @@ def serve_made_up_requests(
         writer: How the pool will be written.
         config: Settings of the engine.
         max_len: Longest sequence that the model takes; with very few tokens nothing is done.
+        sampler: Chooses their tokens.
     """
     num_outputs = _GREEDY.max_tokens or 0
     lengths = [min(length, max_len - num_outputs) for length in (24, 100)]
@@ -53,7 +58,7 @@ def serve_made_up_requests(
         groups, (num_blocks,) * len(groups), config.block_size, enable_prefix_caching=False
     )
     scheduler = Scheduler(kv, config)
-    runner = ModelRunner(adapter, store, Sampler())
+    runner = ModelRunner(adapter, store, sampler)
     tokens = np.random.default_rng(0).integers(0, adapter.vocab_size, sum(lengths)).tolist()
     prompts = tuple(tokens[: lengths[0]]), tuple(tokens[lengths[0] :])
     scheduler.add_request(Request("warm-up greedy", prompts[0], _GREEDY))

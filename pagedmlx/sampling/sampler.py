@@ -7,7 +7,7 @@ It owns the order of the filters and the random numbers. What comes before them 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from struct import unpack
@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from pagedmlx.core.sampling_params import SamplingParams
 from pagedmlx.core.sequence import Sequence as TextSequence
-from pagedmlx.core.step import INVALID_TOKEN
+from pagedmlx.sampling.greedy import most_likely, only_valid
 from pagedmlx.sampling.rows import put_rows, take_rows
 
 # Divisors below this are raised to it; they are greedy already, and float32 must stay finite.
@@ -74,9 +74,11 @@ class Sampler:
     Attributes:
         narrow_width: Rows whose top_k is at most this sort only so many logits. It is the same
             for all of them, so that a neighbour's top_k doesn't change how a row is added up.
+        find_most_likely: Chooses where all rows want the most likely token.
     """
 
     narrow_width: int = 256
+    find_most_likely: Callable[[mx.array], mx.array] = most_likely
 
     def sample(self, logits: mx.array, rows: Sequence[SampleRow]) -> mx.array:
         """Build the graph that chooses a token for each row; nothing is evaluated.
@@ -94,11 +96,11 @@ class Sampler:
             return mx.zeros((0,), mx.int32)
         drawn = [index for index, row in enumerate(rows) if not row.params.is_greedy]
         if not drawn:
-            return _most_likely(logits)
+            return self.find_most_likely(logits)
         logits = logits.astype(mx.float32)
         tokens = mx.argmax(logits, axis=-1).astype(mx.int32)
         draws = self._draw(take_rows(logits, drawn), [rows[index] for index in drawn])
-        return _only_valid(logits, put_rows(tokens, drawn, draws))
+        return only_valid(logits, put_rows(tokens, drawn, draws))
 
     def _draw(self, logits: mx.array, rows: Sequence[SampleRow]) -> mx.array:
         vocabulary = logits.shape[1]
@@ -125,20 +127,6 @@ class Sampler:
             scores = mx.where(scores < limit, -mx.inf, scores)
 
         return mx.argmax(scores + _gumbel(rows, vocabulary), axis=-1).astype(mx.int32)
-
-
-# Compiled, so that their constants are brought to the device once, and for few launches.
-@mx.compile
-def _most_likely(logits: mx.array) -> mx.array:
-    return _only_valid(logits, mx.argmax(logits, axis=-1).astype(mx.int32))
-
-
-@mx.compile
-def _only_valid(logits: mx.array, tokens: mx.array) -> mx.array:
-    """``INVALID_TOKEN`` in place of the tokens of rows with a NaN or without a finite maximum."""
-    logits = logits.astype(mx.float32)
-    invalid = mx.isnan(logits).any(axis=-1) | ~mx.isfinite(logits.max(axis=-1))
-    return mx.where(invalid, INVALID_TOKEN, tokens)
 
 
 def _keep_top(scores: mx.array, params: Sequence[SamplingParams], width: int) -> mx.array:

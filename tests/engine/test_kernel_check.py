@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 
 from pagedmlx.engine import kernel_check
-from pagedmlx.engine.kernel_check import check_kernels
+from pagedmlx.engine.kernel_check import TOLERANCES, check_kernels
 from pagedmlx.ops.launch import Kernel, Launch
 from tests.metal.launcher import FiberLauncher
 
@@ -23,7 +23,10 @@ def test_right_kernels_agree_and_each_of_them_runs():
     report = check_kernels(launcher)
     assert report.ok
     assert report.path == "kernels"
-    for kernel in ("write", "copy_blocks", "decode", "merge", "prefill", "gather", "rope_write"):
+    for kernel in (
+        *("write", "copy_blocks", "decode", "merge", "prefill", "gather", "rope_write"),
+        "most_likely",
+    ):
         assert any(name.startswith(f"paged_{kernel}_") for name in launcher.executed)
 
 
@@ -50,6 +53,16 @@ def test_a_wrong_rotation_is_named():
     report = check_kernels(FiberLauncher(change=plant))
     failed = {check.name for check in report.checks if not check.ok}
     assert failed == {"decode after RoPE, bfloat16", "prefill after RoPE, float16"}
+
+
+def test_a_wrong_choice_of_tokens_is_named_and_no_reason_to_gather():
+    def plant(kernel: Kernel, source: str) -> str:
+        return source.replace("logit > top", "logit >= top")
+
+    report = check_kernels(FiberLauncher(change=plant))
+    failed = {check.name for check in report.checks if not check.ok}
+    assert failed == {f"most likely token, {dtype}" for dtype in TOLERANCES}
+    assert (report.ok, report.path) == (False, "kernels")
 
 
 def test_a_kernel_that_does_not_compile_hides_no_other():

@@ -265,9 +265,24 @@ def test_tokens_are_mlx_lms_and_memory_is_weights_and_pool(
             assert num_sequences() - others <= len(serving.prompts), "more than one step's"
             assert serving.engine.stats().num_preemptions > 0
         kinds = {name.split("_")[1] for name in launcher.executed}
-        assert {written_by, "copy", "decode", "prefill", "merge"} <= kinds
+        assert {written_by, "copy", "decode", "prefill", "merge", "most"} <= kinds
         assert ("rope" in kinds) == (written_by == "rope")
         assert max(replayed) > 1
+
+    on_a_thread(work)
+
+
+@pytest.mark.usefixtures("replayed")
+@pytest.mark.parametrize("tiny", ["llama"], indirect=True)
+def test_a_wrong_choice_of_tokens_is_left_to_mlx_and_that_is_said(tiny: str) -> None:
+    def work() -> None:
+        launcher = FiberLauncher(change=lambda _, source: source.replace("logit > top", "false"))
+        with Serving(launcher, "auto") as serving:
+            said = [note for note in serving.engine.notes if note.startswith("most likely tokens")]
+            launcher.executed.clear()
+            serving.serve()
+        assert "by MLX, slower instead: it finds other tokens" in said[0]
+        assert "most" not in {name.split("_")[1] for name in launcher.executed}
 
     on_a_thread(work)
 

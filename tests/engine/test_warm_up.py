@@ -12,6 +12,7 @@ from pagedmlx.engine.warm_up import serve_made_up_requests
 from pagedmlx.kv.writer import FunctionalWriter, PoolWriter
 from pagedmlx.models.adapter import ModelAdapter
 from pagedmlx.ops import make_backend
+from pagedmlx.sampling.sampler import Sampler
 from tests.support.tiny_models import tiny_model
 from tests.support.token_writer import TokenWriter
 
@@ -32,7 +33,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
 def serve(name: str, writer: PoolWriter, max_len: int = 4096, **settings: int) -> None:
     config = EngineConfig(**{"block_size": 4, **settings})  # type: ignore[arg-type]
     with ModelAdapter(tiny_model(name), make_backend("auto"), block_size=4) as adapter:
-        serve_made_up_requests(adapter, writer, config, max_len)
+        serve_made_up_requests(adapter, writer, config, max_len, Sampler())
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "llama_window", "qwen3_5", "mamba2"])
@@ -70,7 +71,7 @@ def test_nothing_is_kept() -> None:
 
         def run() -> None:
             config = EngineConfig(block_size=4)
-            serve_made_up_requests(adapter, TokenWriter(), config, 4096)
+            serve_made_up_requests(adapter, TokenWriter(), config, 4096, Sampler())
 
         run()
         mx.synchronize()

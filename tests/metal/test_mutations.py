@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from pagedmlx.kv.layout import AxisOrder
+from tests.metal.greedy import GreedyCase
 from tests.metal.mutate import STRICT_CHECK, WRONG_RESULT, Checkable, Mutation, caught_by, mutate
 from tests.metal.ropes import RopeCase
 from tests.metal.test_kernels import MAX_DEVIATION, SMALL
@@ -32,6 +33,8 @@ ROPE = RopeCase(
     layout="joined",
     num_rows=9,
 )
+
+GREEDY = GreedyCase("float16", 1025)
 
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 BLOCK = "first_block), last_block)"
@@ -195,6 +198,40 @@ FAULTS: list[tuple[Mutation, Checkable, tuple[str, ...]]] = [
         MATRICES,
         ("divergence",),
     ),
+    (Mutation("most_likely", "missing barrier", BARRIER, ""), GREEDY, RACE),
+    (
+        Mutation("most_likely", "last elements left out", "num_logits + 3) / 4", "num_logits) / 4"),
+        GREEDY,
+        WRONG,
+    ),
+    (
+        Mutation("most_likely", "alignment ignored", "/ sizeof(T) % 4", "/ sizeof(T) % 1"),
+        GREEDY,
+        ("misaligned",),
+    ),
+    (
+        Mutation("most_likely", "beyond the row", "index < num_logits ?", "true ?"),
+        GREEDY,
+        (*WRONG, *OUTSIDE),
+    ),
+    (Mutation("most_likely", "NaN ignored", "|| logit != logit", ""), GREEDY, WRONG),
+    (Mutation("most_likely", "last of a thread's", "logit > top", "logit >= top"), GREEDY, WRONG),
+    (Mutation("most_likely", "last of all", "simd_min(", "simd_max("), GREEDY, WRONG),
+    (
+        Mutation("most_likely", "infinity taken", "fabs(highest) < INFINITY", "true"),
+        GREEDY,
+        WRONG,
+    ),
+    (
+        Mutation("most_likely", "maximum of some lanes", "if (simdgroup > 0)", "if (lane > 7)"),
+        GREEDY,
+        ("divergence", *WRONG),
+    ),
+    (
+        Mutation("most_likely", "swapped address space", "device T* from", "threadgroup T* from"),
+        GREEDY,
+        STRICT,
+    ),
     (Mutation("merge", "missing barrier", BARRIER, ""), LONG, RACE),
     (
         Mutation("merge", "sinks counted twice", "sum += exp2(sink", "sum += 2.0f * exp2(sink"),
@@ -209,11 +246,13 @@ FAULTS: list[tuple[Mutation, Checkable, tuple[str, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize("variant", [WHOLE, SPLIT, LONG, MATRICES, ROPE])
+@pytest.mark.parametrize("variant", [WHOLE, SPLIT, LONG, MATRICES, ROPE, GREEDY])
 def test_without_a_fault_nothing_is_found(variant):
     nothing = Mutation("decode", "none", "const int group", "const int group")
     if variant is ROPE:
         nothing = Mutation("rope_write", "none", "const int pair", "const int pair")
+    if variant is GREEDY:
+        nothing = Mutation("most_likely", "none", "const uint row", "const uint row")
     assert caught_by(nothing, variant, MAX_DEVIATION) == []
 
 
