@@ -82,7 +82,7 @@ class DecodePlanner:
         deterministic: Cut each sequence by its own length alone.
         path: How the decode kernel multiplies.
         cascade: Whether tokens that sequences share are attended once.
-        columns: Of the prefill kernel; None is as many as suit the platform.
+        columns: Of the prefill kernel; None is as many as suit platform and purpose.
 
     Attributes:
         cascades: Plans that.
@@ -103,11 +103,13 @@ class DecodePlanner:
         self._path = path
         # On Metal nobody has measured two, and they take more registers than it likes.
         self._columns = columns or (2 if platform is Platform.CUDA else 1)
+        # Sequences that decode seldom have vectors for two, and many small threadgroups suit them.
+        self._cascade_columns = columns or 1
         self.cascades = CascadePlanner(cascade, wave)
         self._variants: dict[DecodeVariant, DecodeVariant] = {}
         self._changes: dict[tuple[object, ...], DecodeVariant] = {}
         self._merges: dict[MergeVariant, MergeVariant] = {}
-        self._prefills: dict[DecodeVariant, PrefillVariant] = {}
+        self._prefills: dict[tuple[DecodeVariant, int], PrefillVariant] = {}
 
     def plan(
         self,
@@ -139,8 +141,8 @@ class DecodePlanner:
             lows = np.maximum(ends - counts - window + 1, 0)
         elif rows == 1 and not fixed:
             who = tuple(host.sequences[place] for place in sequences) if host.sequences else ()
-            prefill = self.prefill_variant(base)
-            cascade = self.cascades.try_plan(group, who, tables, ends, prefill)
+            shared = self.cascade_variant(base)
+            cascade = self.cascades.try_plan(group, who, tables, ends, shared)
             lows = lows if cascade is None else cascade.lows
         whole = self._whole(base, rows)
         groups_per_item = whole.pool.num_kv_heads * whole.parts_for(int(counts.max()))
@@ -205,10 +207,13 @@ class DecodePlanner:
 
     def idle_cascades(self, base: DecodeVariant) -> list[Decode]:
         """The same for all kernels of steps with a cascade."""
-        cascade = idle_cascade(self.prefill_variant(base))
+        variants = dict.fromkeys((self.cascade_variant(base), self.prefill_variant(base)))
         whole = self._whole(base, 1)
-        counts = (1, _MANY_CHUNKS + 1)
-        return [self._split(idle_work_list(count), whole, cascade) for count in counts]
+        return [
+            self._split(idle_work_list(count), whole, idle_cascade(variant))
+            for variant in variants
+            for count in (1, _MANY_CHUNKS + 1)
+        ]
 
     def _whole(self, base: DecodeVariant, rows: int) -> DecodeVariant:
         """The kernel for sequences of up to so many rows."""
@@ -232,8 +237,18 @@ class DecodePlanner:
         return self._steps(work, split, merge, cascade)
 
     def prefill_variant(self, base: DecodeVariant) -> PrefillVariant:
-        """The prefill of the same layers."""
-        return self._prefills.setdefault(base, prefill_variant(base, self._columns))
+        """What attends the chunks of prompts in the same layers."""
+        return self._prefill(base, self._columns)
+
+    def cascade_variant(self, base: DecodeVariant) -> PrefillVariant:
+        """What attends the tokens that sequences share while they decode."""
+        return self._prefill(base, self._cascade_columns)
+
+    def _prefill(self, base: DecodeVariant, columns: int) -> PrefillVariant:
+        found = self._prefills.get((base, columns))
+        if found is None:
+            found = self._prefills[base, columns] = prefill_variant(base, columns)
+        return found
 
     def _changed(self, variant: DecodeVariant, **changes: Any) -> DecodeVariant:
         """The one variant that differs so; to look it up is quicker than to make it anew."""

@@ -43,7 +43,7 @@ class KernelBackend:
         decode: How the decode kernel multiplies; also forced, by lanes where matrices can't.
         cascade: Whether tokens that sequences share are attended once.
         columns: Groups of 8 query vectors that a SIMD-group of the prefill kernel attends, 1 or 2;
-            None is what the platform's registers have room for.
+            None is what suits the platform's registers, and 1 where sequences decode together.
 
     Attributes:
         launcher: As given.
@@ -170,8 +170,8 @@ class KernelBackend:
 
     def set_cascade_threshold(self, kind: DecodeVariant, num_tokens: int) -> None:
         """Attend shared tokens once in such layers if that spares at least so many tokens."""
-        prefill = self._planner.prefill_variant(kind)
-        self._planner.cascades.thresholds[prefill] = num_tokens
+        shared = self._planner.cascade_variant(kind)
+        self._planner.cascades.thresholds[shared] = num_tokens
 
     def avoid_cascades(self) -> None:
         """Choose none any more: neither for tokens that sequences share nor for short chunks."""
