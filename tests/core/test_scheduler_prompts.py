@@ -10,7 +10,6 @@ from pagedmlx.core.scheduler import LONE_CHUNK
 from tests.support.core import Driver, NoGrammar, make_driver, make_request
 from tests.support.schedules import (
     first_prompt_gets_on,
-    num_left,
     prompt_tokens,
     run_and_check,
     tokens,
@@ -309,7 +308,7 @@ def test_pieces_are_no_crumbs_the_first_gets_on_and_nobody_is_passed_before_the_
     def step() -> bool:
         driver.scheduler.max_prompt_tokens = limit = limits[len(driver.steps) % len(limits)]
         running = driver.scheduler.running
-        num_streams = sum(num_left(each) <= 1 for each in running)
+        num_streams = sum(each.num_left <= 1 for each in running)
         num_steps = len(driver.steps)
         with first_prompt_gets_on(driver):
             is_busy = driver.step() is not None

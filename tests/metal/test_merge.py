@@ -112,9 +112,9 @@ def _merged(found: list[tuple[np.ndarray, np.ndarray]], sink: float | None) -> n
     tops = [stats[0] for _, stats in found]
     scores = np.array(tops if sink is None else [*tops, sink / np.log(2)])
     shares = np.exp2(scores - scores.max())
-    total = sum(share * stats[1] for share, (_, stats) in zip(shares, found, strict=False))
-    total += 0 if sink is None else shares[-1]
-    values = sum(share * partial for share, (partial, _) in zip(shares, found, strict=False))
+    own = shares[: len(found)]
+    total = own @ [stats[1] for _, stats in found] + shares[len(found) :].sum()
+    values = own @ np.array([partial for partial, _ in found])
     return values / total if total else np.zeros_like(values)
 
 
