@@ -25,8 +25,8 @@ METAL_FUNC void set_pair(thread simdgroup_matrix<float, 8, 8>& matrix, thread V&
   matrix.thread_elements()[1] = second[w];
 }
 
-// The same for factors of a sum over what these loads hold. In which order doesn't matter, so long as
-// both factors say it so.
+// The same for both factors of a product that sums along the loads. There any order of elements does
+// that both factors share, so CUDA takes neighbours within a load.
 template <typename V>
 METAL_FUNC void set_inner(thread simdgroup_matrix<float, 8, 8>& matrix, thread V& first,
                           thread V& second, int w) {
@@ -49,7 +49,7 @@ METAL_FUNC void set_right(thread simdgroup_matrix<float, 8, 8>& right,
   right.thread_elements()[1] = sums.thread_elements()[1];
 }
 
-// Two products with one right factor, which are one instruction in CUDA.
+// d0 += a0 b and d1 += a1 b, which is one instruction in CUDA.
 METAL_FUNC void multiply_two(thread simdgroup_matrix<float, 8, 8>& d0,
                              thread simdgroup_matrix<float, 8, 8>& d1,
                              thread simdgroup_matrix<float, 8, 8>& a0,
@@ -59,7 +59,7 @@ METAL_FUNC void multiply_two(thread simdgroup_matrix<float, 8, 8>& d0,
   simdgroup_multiply_accumulate(d1, a1, b, d1);
 }
 
-// Two products more for the same sums, with a second right factor.
+// d0 += a[0] b[0] + a[2] b[1] and d1 += a[1] b[0] + a[3] b[1], likewise.
 METAL_FUNC void multiply_four(thread simdgroup_matrix<float, 8, 8>& d0,
                               thread simdgroup_matrix<float, 8, 8>& d1,
                               thread simdgroup_matrix<float, 8, 8>* a,

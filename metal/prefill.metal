@@ -46,7 +46,7 @@ constexpr int TILES_AT_ONCE = KEY_TILES > 1 ? 2 : 1;
 constexpr int VECTORS = 8 * COLUMNS * SIMDGROUPS;
 constexpr int LOADS = (DK > DV ? DK : DV) / W;
 constexpr int THREADS = SIMDGROUPS * 32;
-// Of a row of K and one of V, that a thread brings to a tile.
+// Loads of K, and as many of V, that a thread brings to a tile.
 constexpr int PARTS = (KEYS * LOADS + THREADS - 1) / THREADS;
 constexpr int AT_ONCE = PARTS < COPIES_AT_ONCE ? PARTS : COPIES_AT_ONCE;
 
@@ -115,8 +115,10 @@ UNROLL for (int c = 0; c < COLUMNS; ++c) {
   }
 }
 
-// Of every token in a tile somebody sees something: those beside them stand for what lies outside, and
-// are masked. What a thread loads is on its way at once, and which blocks come next is known before.
+// Load j of a thread is LOAD(j) of the row of the tile's token KEY(j). A tile at either end may reach
+// past the tokens that some row sees: what is loaded there is the nearest of those once more, as other
+// slots may hold anything, and its score is masked. Threads that are left over load some token too, and
+// don't keep it. A thread's loads are on their way at once, and the next tile's blocks are known before.
 #define KEY(j) ((thread_id + (j) * THREADS) / LOADS)
 #define LOAD(j) ((thread_id + (j) * THREADS) % LOADS)
 #define POSITION(base, j) min(max((base) + KEY(j), start), high_end - 1)

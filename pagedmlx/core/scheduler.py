@@ -9,12 +9,12 @@ phases: a sequence simply has more known tokens than computed ones. The policy, 
   the step's token budget reaches. Beside the former ``max_prompt_tokens`` limits them, and the
   first prompt shares what there is with the others, half and half. One that can't get its next
   block takes the blocks of the last one in order, which then waits with its tokens kept.
-- Beside another prompt none has less than a quarter of a chunk, unless that is all it needs: it
-  waits for the next step instead. Of those that haven't started none passes it then.
 - Then waiting ones are admitted in order, as long as all their known tokens fit beside what
   running prompts still need and one more block for each running sequence that may come to need
   it. One that doesn't fit may be passed by later ones, but only ``max_overtakes`` times; then
   nothing passes it until it fits.
+- A prompt, running or waiting, for which other prompts leave room for less than a quarter of a
+  chunk waits for the next step, unless that is all it needs. Nothing is admitted past it then.
 - A sequence whose next block is being computed by a step under way waits for that step and then
   shares it, so that a burst with one system prompt computes it once.
 - A sequence that follows a grammar skips the step after each of its own: its token must be read
@@ -251,7 +251,7 @@ class Scheduler:
         decodes: list[Sequence] = []
         prompts: list[Sequence] = []
         for sequence in self.running:
-            (decodes if _num_left(sequence) <= 1 else prompts).append(sequence)
+            (decodes if sequence.num_left <= 1 else prompts).append(sequence)
         return decodes, prompts
 
     def _share_prompt_tokens(self, plan: StepPlan, prompts: list[Sequence], limit: int) -> None:
@@ -264,9 +264,9 @@ class Scheduler:
         limit = min(limit, plan.num_tokens_left)
         plan.chunk_size = min(plan.chunk_size, limit)
         plan.num_prompt_tokens_left = limit
-        first, rest = next(iter(prompts), None), sorted(prompts[1:], key=_num_left)
+        first, rest = next(iter(prompts), None), sorted(prompts[1:], key=lambda each: each.num_left)
         with plan.half_kept_for(first):
-            while rest and _num_left(rest[0]) <= plan.num_prompt_tokens_left:
+            while rest and rest[0].num_left <= plan.prompt_room:
                 self._schedule_running(plan, rest.pop(0))
             self._admit_waiting(plan)
             for sequence in rest:
@@ -455,11 +455,6 @@ class Scheduler:
         assert len(self.running) <= self._config.max_num_seqs
         assert self._waited <= alive
         self.kv.check_integrity(self.running)
-
-
-def _num_left(sequence: Sequence) -> int:
-    """Tokens that it has still to compute."""
-    return sequence.num_tokens_ahead - sequence.num_computed_tokens
 
 
 def _add(counts: list[int], more: list[int]) -> None:

@@ -85,6 +85,11 @@ class Sequence:
         return len(self.token_ids) + self.num_unread_tokens
 
     @property
+    def num_left(self) -> int:
+        """Tokens that it has still to compute."""
+        return self.num_tokens_ahead - self.num_computed_tokens
+
+    @property
     def num_prompt_tokens(self) -> int:
         """Tokens of the prompt."""
         return len(self.request.prompt_token_ids)

@@ -9,7 +9,8 @@ from pagedmlx.core.sequence import Sequence
 from pagedmlx.core.step import BlockCopy, ScheduledSequence, Step
 
 _LEAST_SHARE = 4
-"""Beside another prompt one waits for the next step rather than have less than 1/4 of a chunk."""
+"""Beside another prompt one waits for the next step rather than have room for less than 1/4 of a
+chunk. (It may get less than there is room for, so that its chunk ends at a round position.)"""
 
 
 class StepPlan:
@@ -44,12 +45,12 @@ class StepPlan:
     def num_tokens_for(self, sequence: Sequence) -> int:
         """How many of a sequence's next tokens the step can compute."""
         start = sequence.num_computed_tokens
-        left = sequence.num_tokens_ahead - start
+        left = sequence.num_left
         if left <= 1:
             return min(left, self.num_tokens_left)
         if not self.is_worth(left):
             return 0
-        num_tokens = min(left, self._num_tokens_of_prompt)
+        num_tokens = min(left, self.prompt_room)
         if num_tokens < left:
             num_tokens = aligned(start, num_tokens, self._chunk_multiple)
         if sequence.request.pooling is not None:
@@ -64,7 +65,7 @@ class StepPlan:
 
         Each piece has its price, so what others have left over is no start of a long one.
         """
-        room = self._num_tokens_of_prompt
+        room = self.prompt_room
         if num_left <= room or room >= self.chunk_size // _LEAST_SHARE:
             return room > 0
         return room > 0 and not any(entry.num_prompt_tokens for entry in self._entries.values())
@@ -73,12 +74,15 @@ class StepPlan:
     def half_kept_for(self, sequence: Sequence | None) -> Generator[None]:
         """Keep half of what there is for prompts from all that enter meanwhile.
 
+        Of tokens no more are kept than the sequence can have.
+
         Args:
             sequence: Enters afterwards; None has nothing kept.
         """
         num_tokens = num_logits = 0
         if sequence is not None:
-            num_tokens = -(-self.num_prompt_tokens_left // 2)
+            half = -(-self.num_prompt_tokens_left // 2)
+            num_tokens = min(half, self.chunk_size, sequence.num_left)
             if sequence.lacks_prompt_rows and sequence.request.pooling is None:
                 num_logits = -(-self.num_prompt_logits_left // 2)
         # Of all tokens too, as those that have one to compute may be many.
@@ -92,7 +96,8 @@ class StepPlan:
         self.num_prompt_logits_left += num_logits
 
     @property
-    def _num_tokens_of_prompt(self) -> int:
+    def prompt_room(self) -> int:
+        """Most tokens that one prompt can have now."""
         return min(self.chunk_size, self.num_tokens_left, self.num_prompt_tokens_left)
 
     def enter(self, sequence: Sequence, num_tokens: int, copies: list[BlockCopy]) -> None:

@@ -10,7 +10,6 @@ from pagedmlx.core.scheduler import LONE_CHUNK
 from tests.support.core import Driver, NoGrammar, make_driver, make_request
 from tests.support.schedules import (
     first_prompt_gets_on,
-    num_left,
     prompt_tokens,
     run_and_check,
     tokens,
@@ -175,6 +174,37 @@ def test_a_running_prompt_waits_likewise_where_streams_leave_it_little() -> None
     run_and_check(driver)
 
 
+def with_small_chunks(*lengths: int) -> Driver:
+    """Prompts a, b, .. of which each has got a chunk of 4 beside a stream."""
+    driver = make_driver(256, 4, max_num_batched_tokens=64, prefill_chunk_size=4)
+    driver.add(make_request(tokens(3, 9000), 60, request_id="stream"))
+    driver.step()
+    driver.scheduler.max_prompt_tokens = 32
+    names = "abcdefgh"[: len(lengths)]
+    for index, (name, length) in enumerate(zip(names, lengths, strict=True)):
+        driver.add(make_request(tokens(length, 1000 * index), 2, request_id=name))
+    assert prompt_tokens(driver) == {"stream": 0, **dict.fromkeys(names, 4)}
+    return driver
+
+
+def test_prompts_that_a_step_can_not_end_come_after_newcomers_though_chunks_are_small() -> None:
+    driver = with_small_chunks(12, 12, 12, 12)
+    for name in "xyz":
+        driver.add(make_request(tokens(4, 8000 + ord(name) * 50), 2, request_id=name))
+    driver.scheduler.max_prompt_tokens = 20
+    expected = {"stream": 0, "x": 4, "y": 4, "z": 4, "b": 4, "a": 4}
+    assert prompt_tokens(driver) == expected
+    run_and_check(driver)
+
+
+@pytest.mark.parametrize(("length", "kept"), [(40, 4), (7, 3)])
+def test_no_more_is_kept_for_the_first_prompt_than_it_can_have(length: int, kept: int) -> None:
+    driver = with_small_chunks(length, 40, 40, 40)
+    driver.scheduler.max_prompt_tokens = 12 + kept
+    assert prompt_tokens(driver) == {"stream": 0, "a": kept, "b": 4, "c": 4, "d": 4}
+    run_and_check(driver)
+
+
 def with_a_stream(max_prompt_logits: int = 128) -> Driver:
     """Beside it twelve tokens are for prompts; six prompts of 13 tokens are cached."""
     driver = make_driver(
@@ -278,7 +308,7 @@ def test_pieces_are_no_crumbs_the_first_gets_on_and_nobody_is_passed_before_the_
     def step() -> bool:
         driver.scheduler.max_prompt_tokens = limit = limits[len(driver.steps) % len(limits)]
         running = driver.scheduler.running
-        num_streams = sum(num_left(each) <= 1 for each in running)
+        num_streams = sum(each.num_left <= 1 for each in running)
         num_steps = len(driver.steps)
         with first_prompt_gets_on(driver):
             is_busy = driver.step() is not None

@@ -23,7 +23,6 @@ from pagedmlx.ops.prefill import PrefillVariant, attend_prefill, plan_prefill
 from pagedmlx.ops.variants import BLOCK_SIZES
 from tests.metal.cases import covering
 from tests.metal.check import check
-from tests.metal.cuda_map import with_cuda_map
 from tests.metal.execute import ExecutionError
 from tests.metal.launcher import FiberLauncher, RecordingLauncher
 from tests.support.attention import TOLERANCES, Case, make_case, to_numpy
@@ -238,13 +237,6 @@ def test_where_a_prompt_is_cut_changes_no_bit(window):
     cut.store.write(0, keys, values, mx.array(slots_of(cut.batch.host, 0, 0, setting.block_size)))
     tail = setting.run(launcher, replace(cut, queries=case.queries[37:]))
     np.testing.assert_array_equal(tail, whole[37:])
-
-
-@pytest.mark.parametrize("dtype", TOLERANCES)
-def test_the_map_of_lanes_that_cuda_has_serves_as_well(dtype):
-    launcher = FiberLauncher(change=with_cuda_map)
-    setting = replace(SMALL, dtype=dtype, head_dims=(96, 80), factor=3, window=20)
-    assert setting.deviation(launcher) < MAX_DEVIATION
 
 
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 
-from pagedmlx.core.sequence import Sequence, SequenceStatus
+from pagedmlx.core.sequence import SequenceStatus
 from pagedmlx.core.step import Step
 from tests.support.core import Driver
 
@@ -35,11 +35,6 @@ def prompt_tokens(driver: Driver) -> dict[str, int]:
     return {e.sequence.request.request_id: e.num_prompt_tokens for e in step.scheduled}
 
 
-def num_left(sequence: Sequence) -> int:
-    """Tokens that it has still to compute."""
-    return sequence.num_tokens_ahead - sequence.num_computed_tokens
-
-
 @contextmanager
 def first_prompt_gets_on(driver: Driver) -> Generator[None]:
     """Around one step: the first running prompt has a share, whoever else wants one.
@@ -48,8 +43,8 @@ def first_prompt_gets_on(driver: Driver) -> Generator[None]:
     it loses its own, or waits for a step under way.
     """
     running = driver.scheduler.running
-    first = next((each for each in running if num_left(each) > 1), None)
-    num_streams = sum(num_left(each) <= 1 for each in running)
+    first = next((each for each in running if each.num_left > 1), None)
+    num_streams = sum(each.num_left <= 1 for each in running)
     num_computed = 0 if first is None else first.num_computed_tokens
     num_steps, may_wait = len(driver.steps), bool(driver.flying)
     yield

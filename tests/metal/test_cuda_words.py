@@ -1,0 +1,82 @@
+"""The words of ``cuda_matrix.h``, executed: all types of queries and pool, and faults caught."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from pagedmlx.ops.launch import Kernel
+from tests.metal.cuda_map import with_cuda_map
+from tests.metal.launcher import FiberLauncher
+from tests.metal.test_prefill import MAX_DEVIATION, SMALL, Setting
+from tests.support.attention import TOLERANCES
+
+# Loads of 4 and of 2 elements; tiles of 32, 16 and, in float32, 8 tokens.
+WIDE = replace(SMALL, head_dims=(96, 64), factor=3, window=5, spans=((20, 19),))
+NARROW = replace(SMALL, head_dims=(80, 112), columns=2, spans=((30, 9),))
+LARGE = replace(SMALL, head_dims=(256, 192), softcap=20.0, sinks=True, spans=((9, 9),))
+
+
+def deviation(setting: Setting, dtype: str, launcher: FiberLauncher) -> float:
+    """As ``Setting.deviation`` with queries of some type: in CUDA factors are of the pool's."""
+    case = setting.make_case(launcher)
+    case = replace(case, queries=case.queries.astype(getattr(mx, dtype)), dtype=dtype)
+    output, expected = setting.run(launcher, case), case.expected(setting.params())
+    tolerance = max(TOLERANCES[dtype], TOLERANCES[setting.dtype])
+    error = np.abs(output - expected) / (tolerance * (1 + np.abs(expected)))
+    return float(np.where(np.isnan(error), np.inf, error).max())
+
+
+@pytest.mark.parametrize(
+    ("setting", "pool_dtype", "dtype"),
+    [
+        ((WIDE, NARROW, LARGE)[(i + j) % 3], pool_dtype, dtype)
+        for i, pool_dtype in enumerate(TOLERANCES)
+        for j, dtype in enumerate(TOLERANCES)
+    ],
+    ids=str,
+)
+def test_they_give_the_answer(
+    setting: Setting, pool_dtype: str, dtype: str, count: Counter[str]
+) -> None:
+    setting = replace(setting, dtype=pool_dtype)
+    assert deviation(setting, dtype, FiberLauncher(change=with_cuda_map)) < MAX_DEVIATION
+    count["variants of prefill executed in CUDA's words"] += 1
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("w < W / 2 ? first : second", "first"),
+        ("&load)[w % (W / 2)]", "&load)[0]"),
+        ("0x5410u : 0x7632u", "0x7632u : 0x5410u"),
+        ("words.z", "words.x"),
+        ("= movmatrix(", "= ("),
+        ("&a[2].elements", "&a[3].elements"),
+        ("&b[1].elements", "&b[0].elements"),
+        ("int(lane & 3u) * 2 + e", "int(lane & 3u) * 2"),
+    ],
+)
+def test_planted_fault_is_caught(old: str, new: str, count: Counter[str]) -> None:
+    launcher = FiberLauncher(change=lambda kernel, text: _changed(kernel, text, old, new))
+    assert not WIDE.deviation(launcher) < MAX_DEVIATION
+    count["planted faults of CUDA's words caught"] += 1
+
+
+def test_keys_by_words_and_queries_by_elements_must_come_in_one_order() -> None:
+    pair = "load[w % (W / 2) * 2], load[w % (W / 2) * 2 + 1]"
+    launcher = FiberLauncher(
+        change=lambda kernel, text: _changed(kernel, text, pair, "first[w], second[w]")
+    )
+    assert WIDE.deviation(launcher) < MAX_DEVIATION, "of one type all come by words"
+    assert not deviation(WIDE, "float32", launcher) < MAX_DEVIATION
+
+
+def _changed(kernel: Kernel, source: str, old: str, new: str) -> str:
+    text = with_cuda_map(kernel, source)
+    assert old in text or text == source
+    return text.replace(old, new)
