@@ -261,9 +261,7 @@ class Scheduler:
         brings to their end, so that no short prompt waits for a long one, to those that come, and
         then to the rest.
         """
-        limit = min(limit, plan.num_tokens_left)
-        plan.chunk_size = min(plan.chunk_size, limit)
-        plan.num_prompt_tokens_left = limit
+        plan.limit_prompts(limit)
         first, rest = next(iter(prompts), None), sorted(prompts[1:], key=lambda each: each.num_left)
         with plan.half_kept_for(first):
             while rest and rest[0].num_left <= plan.prompt_room:

@@ -23,7 +23,6 @@ class StepPlan:
         chunk_multiple: Where a chunk that isn't a prompt's last should end; a power of two.
 
     Attributes:
-        chunk_size: As given; no more than what there is for prompts in this step.
         num_tokens_left: What is left of the budget.
         num_prompt_tokens_left: What of it may go to sequences with more than one token to compute.
         num_prompt_logits_left: Likewise of the rows.
@@ -37,10 +36,15 @@ class StepPlan:
         self.num_prompt_tokens_left = num_tokens
         self.num_prompt_logits_left = num_prompt_logits
         self.preempted: list[int] = []
-        self.chunk_size = chunk_size
+        self._chunk_size = chunk_size
         self._chunk_multiple = chunk_multiple
         self._entries: dict[int, ScheduledSequence] = {}
         self._copies: dict[int, list[BlockCopy]] = {}
+
+    def limit_prompts(self, num_tokens: int) -> None:
+        """Have prompts compute no more than this in the step."""
+        self.num_prompt_tokens_left = min(num_tokens, self.num_tokens_left)
+        self._chunk_size = min(self._chunk_size, self.num_prompt_tokens_left)
 
     def num_tokens_for(self, sequence: Sequence) -> int:
         """How many of a sequence's next tokens the step can compute."""
@@ -66,7 +70,7 @@ class StepPlan:
         Each piece has its price, so what others have left over is no start of a long one.
         """
         room = self.prompt_room
-        if num_left <= room or room >= self.chunk_size // _LEAST_SHARE:
+        if num_left <= room or room >= self._chunk_size // _LEAST_SHARE:
             return room > 0
         return room > 0 and not any(entry.num_prompt_tokens for entry in self._entries.values())
 
@@ -82,7 +86,7 @@ class StepPlan:
         num_tokens = num_logits = 0
         if sequence is not None:
             half = -(-self.num_prompt_tokens_left // 2)
-            num_tokens = min(half, self.chunk_size, sequence.num_left)
+            num_tokens = min(half, self._chunk_size, sequence.num_left)
             if sequence.lacks_prompt_rows and sequence.request.pooling is None:
                 num_logits = -(-self.num_prompt_logits_left // 2)
         # Of all tokens too, as those that have one to compute may be many.
@@ -98,7 +102,7 @@ class StepPlan:
     @property
     def prompt_room(self) -> int:
         """Most tokens that one prompt can have now."""
-        return min(self.chunk_size, self.num_tokens_left, self.num_prompt_tokens_left)
+        return min(self._chunk_size, self.num_tokens_left, self.num_prompt_tokens_left)
 
     def enter(self, sequence: Sequence, num_tokens: int, copies: list[BlockCopy]) -> None:
         """Have a sequence compute its next tokens; its tables hold every block already.
