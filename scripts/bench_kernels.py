@@ -356,11 +356,7 @@ def measure_rope(num_rows: int) -> dict[str, Any]:
         def step(work: Callable[[int], mx.array] = work) -> None:
             store.commit(*(work(index % layers.num_layers) for index in range(CHAIN)))
 
-        result[f"{name}_us"] = round(best(step) / CHAIN * 1e6, 2)
-        busy = trace(step)
-        if busy is not None:
-            result[f"{name}_device_us"] = round(busy.seconds / CHAIN * 1e6, 2)
-            result[f"{name}_launches"] = round(busy.launches / CHAIN, 1)
+        result.update(_times(name, step))
     return result
 
 
@@ -388,12 +384,18 @@ def measure_sampling(num_rows: int) -> dict[str, Any]:
                 tokens = find(_after(logits, tokens))
             mx.eval(tokens)
 
-        result[f"{name}_us"] = round(best(step) / CHAIN * 1e6, 2)
-        busy = trace(step)
-        if busy is not None:
-            result[f"{name}_device_us"] = round(busy.seconds / CHAIN * 1e6, 2)
-            result[f"{name}_launches"] = round(busy.launches / CHAIN, 1)
+        result.update(_times(name, step))
     return result
+
+
+def _times(name: str, step: Callable[[], None]) -> dict[str, float]:
+    """What one call of a chain takes, and the device with it."""
+    found = {f"{name}_us": round(best(step) / CHAIN * 1e6, 2)}
+    busy = trace(step)
+    if busy is not None:
+        found[f"{name}_device_us"] = round(busy.seconds / CHAIN * 1e6, 2)
+        found[f"{name}_launches"] = round(busy.launches / CHAIN, 1)
+    return found
 
 
 @mx.compile
