@@ -15,7 +15,8 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import make_prompt_cache
+
+from pagedmlx.models.dry_run import distinct_modules, dry_run
 
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _CLASSES = (nn.Linear, nn.QuantizedLinear)
@@ -37,9 +38,7 @@ def fuse_projections(model: nn.Module) -> int:
         How many products one pass through the model saves.
     """
     candidates = [
-        siblings
-        for module in {id(module): module for module in model.modules()}.values()
-        for siblings in _find_siblings(module)
+        siblings for module in distinct_modules(model) for siblings in _find_siblings(module)
     ]
     num_saved = 0
     for siblings in _with_same_input(model, candidates):
@@ -98,12 +97,8 @@ class _Watched:
 
 def _with_same_input(model: nn.Module, candidates: list[_Siblings]) -> list[_Siblings]:
     """Those whose layers are all called with the very same arrays."""
-    whole_model: Any = model
     with _watching(candidates) as watched:
-        try:
-            whole_model(mx.zeros((1, 1), mx.int32), cache=make_prompt_cache(model))
-        except Exception:
-            # Anything may come out of model code; the survey will say what is wrong.
+        if not dry_run(model):
             return []
     return [
         siblings

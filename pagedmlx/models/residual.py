@@ -12,7 +12,8 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import make_prompt_cache
+
+from pagedmlx.models.dry_run import distinct_modules, dry_run
 
 
 def add_in_products(model: nn.Module) -> int:
@@ -30,19 +31,15 @@ def add_in_products(model: nn.Module) -> int:
     """
     candidates = [
         _Watched(module, name, layer)
-        for module in {id(module): module for module in model.modules()}.values()
+        for module in distinct_modules(model)
         for name, layer in module.items()
         if type(layer) is nn.Linear and set(layer) == {"weight"}
     ]
-    whole_model: Any = model
     with ExitStack() as undo:
         for watched in candidates:
             watched.module[watched.name] = watched
             undo.callback(watched.module.__setitem__, watched.name, watched.layer)
-        try:
-            whole_model(mx.zeros((1, 2), mx.int32), cache=make_prompt_cache(model))
-        except Exception:
-            # Anything may come out of model code; the survey will say what is wrong.
+        if not dry_run(model, num_tokens=2):  # one row would not show it
             return 0
     adding = [watched for watched in candidates if watched.is_always_added]
     for watched in adding:

@@ -12,9 +12,11 @@ from pagedmlx.core.step_plan import StepPlan, aligned
 from tests.support.core import make_driver, make_request
 
 
-def make_sequence(length: int, **wanted: int | Pooling) -> Sequence:
+def make_sequence(
+    length: int, *, prompt_logprobs: int | None = None, pooling: Pooling | None = None
+) -> Sequence:
     """One that waits with nothing computed."""
-    request = make_request(range(length), 1, **wanted)  # type: ignore[arg-type]
+    request = make_request(range(length), 1, prompt_logprobs=prompt_logprobs, pooling=pooling)
     return make_driver(100).add(request)[0]
 
 
@@ -55,14 +57,15 @@ def test_a_small_chunk_has_no_quarter() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "num_logits"), [({}, 5), ({"prompt_logprobs": 0}, 2), ({"pooling": Pooling.MEAN}, 5)]
+    ("prompt_logprobs", "pooling", "num_logits"),
+    [(None, None, 5), (0, None, 2), (None, Pooling.MEAN, 5)],
 )
 def test_half_is_kept_for_one_that_comes_last(
-    wanted: dict[str, int | Pooling], num_logits: int
+    prompt_logprobs: int | None, pooling: Pooling | None, num_logits: int
 ) -> None:
     plan = StepPlan(20, 16, 5)
     plan.num_prompt_tokens_left = 11
-    with plan.half_kept_for(make_sequence(100, **wanted)):
+    with plan.half_kept_for(make_sequence(100, prompt_logprobs=prompt_logprobs, pooling=pooling)):
         assert (plan.num_tokens_left, plan.num_prompt_tokens_left) == (14, 5)
         assert plan.num_prompt_logits_left == num_logits
         plan.enter(make_sequence(4), 4, [])
