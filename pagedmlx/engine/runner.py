@@ -66,6 +66,7 @@ class ModelRunner:
         self._store = store
         self._chooser = TokenChooser(sampler)
         self._under_way: deque[_UnderWay] = deque()
+        self._places: tuple[list[int], mx.array] = [], mx.zeros(0, mx.int32)
         self.depth = 1 if store.updates_in_place else 0
 
     def dispatch(self, step: Step) -> None:
@@ -164,13 +165,21 @@ class ModelRunner:
         before = self._under_way[-1].chosen
         places = [before.places[sequence.seq_id] for sequence in host.unread_sequences]
         tokens = _some_token(before.tokens)
-        if places != list(range(len(before.places))):
-            tokens = tokens[mx.array(places)]
-        if len(places) < host.num_rows:
+        num_rows = batch.num_rows if len(places) == host.num_rows else len(places)
+        places += places[:1] * (num_rows - len(places))  # padding has some token too
+        if places != list(range(len(tokens))):
+            tokens = tokens[self._on_device(places)]
+        if num_rows < host.num_rows:
             known = batch.token_ids
             known[mx.array(host.unread_rows)] = tokens
             tokens = known
         return batch.given(token_ids=tokens)
+
+    def _on_device(self, places: list[int]) -> mx.array:
+        """Places as indexes, which are often those of the step before."""
+        if self._places[0] != places:
+            self._places = places, mx.array(places)
+        return self._places[1]
 
     def close(self) -> None:
         """Drop model and pool and give their memory back; the runner can't be used any more."""

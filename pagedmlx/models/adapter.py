@@ -25,6 +25,7 @@ from pagedmlx.models.parts import Part, RowLayout, sequence_rows, token_rows
 from pagedmlx.models.rows import RowSelection
 from pagedmlx.models.survey import survey_model
 from pagedmlx.ops.base import AttentionBackend, PagedBatch
+from pagedmlx.ops.worklist import bucket
 
 MAX_GATHER_BYTES = 1 << 28
 """Most bytes that sequences which decode together gather in one layer."""
@@ -33,6 +34,9 @@ ROW_MULTIPLE = 64
 """Rows that a GPU multiplies at a time at least."""
 MIN_PADDED_ROWS = 256
 """Arrays of fewer rows are small."""
+DECODE_SIZES = 4
+"""Of steps that decode, from one power of 2 to the next; a quarter of the rows is padding at most.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,7 +44,8 @@ class ModelOutput:
     """What a step gives; nothing of it is evaluated.
 
     Attributes:
-        logits: (R, vocab_size) for ``BatchArrays.sample_rows``, in their order.
+        logits: (R, vocab_size) for ``BatchArrays.sample_rows``, in their order; if these are all
+            rows of the step, those of its padding follow.
         pooled: (E, hidden) float32, a sum of hidden states for each of ``BatchArrays.pooled``; None
             if there are none.
     """
@@ -113,18 +118,23 @@ class ModelAdapter:
         self._max_gathered = self._max_tokens_to_gather()
 
     def batch(self, host: BatchArrays, store: KVStore) -> PagedBatch:
-        """A step for the device, a step with prompts with rows in a multiple of some number.
+        """A step for the device, with rows of padding where that lets steps resemble each other.
 
-        Steps of ever new sizes would have all their arrays allocated anew, which takes a GPU's
-        driver longer than some rows more take the GPU.
+        Prompts of ever new sizes would have all arrays allocated anew, which takes a GPU's driver
+        longer than some rows more take the GPU. And decode steps of few sizes are soon compiled,
+        however many sequences come and go.
 
         Args:
             host: The step.
             store: The pool that it will run over.
         """
-        has_prompts = host.num_decodes < host.num_rows
-        if has_prompts and host.num_rows > MIN_PADDED_ROWS and self._takes_padding(store):
-            return PagedBatch(host, -host.num_rows % ROW_MULTIPLE)
+        num_rows = host.num_rows
+        if not self._takes_padding(store):
+            return PagedBatch(host)
+        if host.num_decodes == len(host.sample_rows) == num_rows:
+            return PagedBatch(host, bucket(num_rows, DECODE_SIZES) - num_rows)
+        if host.num_decodes < num_rows and num_rows > MIN_PADDED_ROWS:
+            return PagedBatch(host, -num_rows % ROW_MULTIPLE)
         return PagedBatch(host)
 
     def _takes_padding(self, store: KVStore) -> bool:
@@ -152,7 +162,7 @@ class ModelAdapter:
             logits = self._compiled_for(store, self.backend)(batch)
             if logits is not None:
                 return ModelOutput(logits)
-        return self._run_tokens(batch, store)
+        return self._run_tokens(batch, store, hands_over=store.updates_in_place)
 
     def _compiled_for(self, store: KVStore, backend: PlansAhead) -> CompiledDecode:
         if self._compiled is None or self._compiled[0] is not store:
@@ -161,11 +171,11 @@ class ModelAdapter:
         return self._compiled[1]
 
     def _logits_of_tokens(self, batch: PagedBatch, store: KVStore) -> mx.array:
-        return self._run_tokens(batch, store).logits
+        return self._run_tokens(batch, store, hands_over=False).logits
 
-    def _run_tokens(self, batch: PagedBatch, store: KVStore) -> ModelOutput:
+    def _run_tokens(self, batch: PagedBatch, store: KVStore, *, hands_over: bool) -> ModelOutput:
         """The whole step in one call, (T, 1)."""
-        return self._call(token_rows(batch), store, self._ropes_for(store))
+        return self._call(token_rows(batch), store, self._ropes_for(store), hands_over=hands_over)
 
     def _ropes_for(self, store: KVStore) -> DeferredRopes:
         """Those whose work the pool's writer does; looked for when one comes that can."""
@@ -189,7 +199,8 @@ class ModelAdapter:
             if found:
                 # Pools that are updated functionally must have no pending reads.
                 store.submit(*_arrays(found[-1]))
-            found.append(self._call(part, store, DeferredRopes()))
+            hands_over = store.updates_in_place
+            found.append(self._call(part, store, DeferredRopes(), hands_over=hands_over))
         if len(found) == 1:
             return found[0]
         pooled = [each.pooled for each in found if each.pooled is not None]
@@ -198,11 +209,13 @@ class ModelAdapter:
             mx.concatenate(pooled) if pooled else None,
         )
 
-    def _call(self, part: Part, store: KVStore, ropes: DeferredRopes) -> ModelOutput:
-        """Call the model once."""
+    def _call(
+        self, part: Part, store: KVStore, ropes: DeferredRopes, *, hands_over: bool
+    ) -> ModelOutput:
+        """Call the model once; ``hands_over`` as in ``GroupRows``."""
         caches: list[Any] = [None] * len(self._tree.kinds)
         for index, group in enumerate(self.layout.groups):
-            rows = GroupRows(store, self.backend, part, index, group.window, ropes)
+            rows = GroupRows(store, self.backend, part, index, group.window, ropes, hands_over)
             for layer in group.layers:
                 caches[layer] = LayerCache(layer, rows)
         states = self._take_states(part, store, caches)
@@ -218,7 +231,7 @@ class ModelAdapter:
             if hidden.shape[1] > 1:
                 by_row = hidden.reshape(num_rows, 1, hidden.shape[-1])
             pooled = _pool(by_row, part.batch.host.pooled)
-            return by_row if len(sample_rows) == num_rows else by_row[selected]
+            return by_row if len(sample_rows) == part.batch.host.num_rows else by_row[selected]
 
         with self._selection.using(select), ropes.using(part.offset):
             logits = self._model(part.token_ids, cache=self._tree.arrange(caches))

@@ -14,12 +14,12 @@ from typing import Any, Protocol, runtime_checkable
 import mlx.core as mx
 import numpy as np
 
-from pagedmlx.core.batch import BatchArrays, Int32Array
+from pagedmlx.core.batch import NO_BLOCK, BatchArrays, Int32Array
 from pagedmlx.kv.store import KVStore
-from pagedmlx.ops.base import PagedBatch, padded
+from pagedmlx.ops.base import PagedBatch
 from pagedmlx.ops.launch import MIN_ELEMENTS
 
-MAX_GRAPHS = 32
+MAX_GRAPHS = 64
 """Graphs kept, the least recently used given up first."""
 
 MIN_USES = 5
@@ -72,19 +72,19 @@ class CompiledDecode:
         self._uses: OrderedDict[tuple[object, ...], int] = OrderedDict()
 
     def __call__(self, batch: PagedBatch) -> mx.array | None:
-        """The step's logits, or None if it must take the usual way."""
+        """The step's logits, those of padding behind them; None if it must take the usual way."""
         host = batch.host
         if len(host.sample_rows) != host.num_rows:
             return None
         plans = self._backend.plan_ahead(batch)
         if plans is None:
             return None
-        shape = (host.num_rows, plans.shape)
+        shape = (batch.num_rows, plans.shape)
         graph = self._graph(shape, batch, plans)
         if graph is None:
             self._backend.follow(batch, plans, [mx.array(array) for array in plans.arrays])
             return None
-        metadata = _Metadata.of(host, plans)
+        metadata = _Metadata.of(batch, plans)
         logits, token = graph(batch.token_ids, metadata.packed(host, plans), self._store.token)
         self._store.wrote(token)
         return logits
@@ -116,15 +116,16 @@ class CompiledDecode:
 
     def _trace(self, like: PagedBatch, plans: Plans) -> Callable[..., tuple[mx.array, mx.array]]:
         """The function to compile: a step of ``like``'s shape, from nothing but arrays."""
-        metadata = _Metadata.of(like.host, plans)
+        metadata = _Metadata.of(like, plans)
         # A graph outlives the sequences of the step that it was made for.
         host = replace(like.host, sequences=(), sample_sequences=(), unread_sequences=())
+        num_padding = like.num_padding
 
         def step(
             token_ids: mx.array, packed: mx.array, token: mx.array
         ) -> tuple[mx.array, mx.array]:
             slots, positions, arrays = metadata.unpacked(packed)
-            batch = PagedBatch(host).given(
+            batch = PagedBatch(host, num_padding).given(
                 token_ids=token_ids, positions=positions, slot_mappings=slots
             )
             kept = self._store.token
@@ -143,7 +144,7 @@ class _Metadata:
     """How all that differs between steps lies in one array: what is new costs per array.
 
     Attributes:
-        num_rows: T.
+        num_rows: P, as in ``PagedBatch``.
         num_groups: KV groups.
         sizes: Elements of the plans' arrays.
     """
@@ -153,17 +154,20 @@ class _Metadata:
     sizes: tuple[int, ...]
 
     @staticmethod
-    def of(host: BatchArrays, plans: Plans) -> _Metadata:
+    def of(batch: PagedBatch, plans: Plans) -> _Metadata:
         """The layout for a step."""
-        return _Metadata(host.num_rows, len(host.groups), tuple(a.size for a in plans.arrays))
+        sizes = tuple(array.size for array in plans.arrays)
+        return _Metadata(batch.num_rows, len(batch.host.groups), sizes)
 
     def packed(self, host: BatchArrays, plans: Plans) -> mx.array:
         """A step's slots (in 64 bits, so first), positions and plans: int32."""
-        slots = np.full((self.num_groups, max(self.num_rows, MIN_ELEMENTS)), -1, np.int64)
+        width = max(self.num_rows, MIN_ELEMENTS)
+        slots = np.full((self.num_groups, width), NO_BLOCK, np.int64)
         for row, group in zip(slots, host.groups, strict=True):
-            row[: self.num_rows] = group.slot_mapping
-        parts = [slots.ravel().view(np.int32), padded(host.positions), *plans.arrays]
-        return mx.array(np.concatenate(parts))
+            row[: host.num_rows] = group.slot_mapping
+        positions = np.zeros(width, np.int32)
+        positions[: host.num_rows] = host.positions
+        return mx.array(np.concatenate([slots.ravel().view(np.int32), positions, *plans.arrays]))
 
     def unpacked(self, packed: mx.array) -> tuple[list[mx.array], mx.array, list[mx.array]]:
         """Views of each group's slots, the positions, and each plan."""

@@ -16,6 +16,9 @@ from pagedmlx.models.parts import Part
 from pagedmlx.ops.base import AttentionBackend, AttentionParams
 from pagedmlx.ops.context import Context, find_context
 
+LAYERS_AT_ONCE = 4
+"""Layers that are handed to the device together, where that isn't the whole step."""
+
 
 class GroupRows:
     """What the layers of one KV group share within a call of the model.
@@ -27,6 +30,8 @@ class GroupRows:
         group: Index of the KV group.
         window: Tokens that a query sees, itself included; None is all.
         ropes: Know of queries and keys that are not rotated yet.
+        hands_over: Whether the device begins with the first layers while Python builds the graph
+            of the others; only where the pool is updated in place, and never in a trace.
     """
 
     def __init__(
@@ -37,6 +42,7 @@ class GroupRows:
         group: int,
         window: int | None,
         ropes: DeferredRopes,
+        hands_over: bool = False,
     ) -> None:
         self.store = store
         self.backend = backend
@@ -44,6 +50,7 @@ class GroupRows:
         self.group = group
         self.window = window
         self.ropes = ropes
+        self.hands_over = hands_over
         self._contexts: dict[int | None, Context] = {}
         self._no_mask: mx.array | None = None
 
@@ -186,6 +193,8 @@ class LayerCache:
             rows.part.batch,
             AttentionParams(scale=scale, window=rows.window, sinks=sinks),
         )
+        if rows.hands_over and self.layer % LAYERS_AT_ONCE == 0:
+            mx.async_eval(output)
         if rows.part.length == 1:
             return mx.expand_dims(output, 2)
         num_heads, head_dim = output.shape[1:]

@@ -9,7 +9,7 @@ After the cascade inference of FlashInfer and Hydragen (Juravsky et al., 2024), 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 
 import mlx.core as mx
@@ -22,8 +22,9 @@ from pagedmlx.ops.launch import Launch, Launcher
 from pagedmlx.ops.prefill import PrefillVariant
 from pagedmlx.ops.worklist import HEADER, ITEM, MAX_CHUNK, MIN_CHUNK, UNLIMITED, WorkList, bucket
 
-_WAVE_SHARE = 0.75
-"""Of the threadgroups that run at once: matrices take so many more registers. Measured on CUDA."""
+_WAVE_SHARES = {1: 0.75, 2: 0.5}
+"""Of the threadgroups that run at once, by columns: matrices take so many more registers. Measured
+on CUDA."""
 
 
 class CascadePath(StrEnum):
@@ -74,8 +75,8 @@ class Cascade:
         return self.num_items, self.plan.size, self.variant
 
     def mark(self, work: WorkList) -> None:
-        """Tell each row of a work list which shared results are its own."""
-        work.merge_rows[:, 3:6] = self.merges
+        """Tell each row of a work list which shared results are its own; padding has none."""
+        work.merge_rows[: len(self.merges), 3:6] = self.merges
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,15 +261,11 @@ def plan_cascade(
     """
     pool = variant.pool
     num_tiles = [-(-len(run.sequences) * variant.factor // variant.vectors) for run in runs]
-    chunk = MIN_CHUNK
-    most = wave * _WAVE_SHARE
-    while chunk < MAX_CHUNK and _num_groups(runs, num_tiles, chunk) * pool.num_kv_heads > most:
-        chunk *= 2
-
-    num_items = _num_groups(runs, num_tiles, chunk)
+    most = int(wave * _WAVE_SHARES[variant.columns]) // pool.num_kv_heads
+    chunk, num_items = _choose_chunk(runs, num_tiles, most)
     at = HEADER + ITEM * num_items
     sizes = [len(run.sequences) + run.num_tokens // pool.block_size for run in runs]
-    plan = np.zeros(bucket(at + sum(sizes)), dtype=np.int32)
+    plan = np.zeros(bucket(at + sum(sizes), 4), dtype=np.int32)
     plan[:2] = num_items, UNLIMITED
     merges = np.zeros((len(tables), 3), dtype=np.int32)
     lows = np.zeros(len(tables), dtype=np.int32)
@@ -291,21 +288,30 @@ def plan_cascade(
         lows[run.sequences] = run.num_tokens
         first_item += len(mine)
         at += size
-    shared = replace(variant, sinks=False, shared=True)
     max_chunks = int(merges[:, 1].max())
-    return Cascade(plan, bucket(num_items), shared, max_chunks, lows, merges)
+    return Cascade(plan, bucket(num_items), variant.sharing, max_chunks, lows, merges)
 
 
 def idle_cascade(variant: PrefillVariant) -> Cascade:
     """One with nothing to do, for one row that shares nothing."""
-    shared = replace(variant, sinks=False, shared=True)
     nothing = np.zeros((1, 3), np.int32)
-    return Cascade(np.zeros(HEADER + ITEM, np.int32), 1, shared, 0, nothing[0, :1], nothing)
+    return Cascade(
+        np.zeros(HEADER + ITEM, np.int32), 1, variant.sharing, 0, nothing[0, :1], nothing
+    )
 
 
-def _num_groups(runs: Sequence[SharedRun], num_tiles: Sequence[int], chunk: int) -> int:
-    """Work items if each chunk of a run has this many tokens."""
-    return sum(n * -(-run.num_tokens // chunk) for run, n in zip(runs, num_tiles, strict=True))
+def _choose_chunk(
+    runs: Sequence[SharedRun], num_tiles: Sequence[int], max_items: int
+) -> tuple[int, int]:
+    """The shortest chunk with which no more items come about than that, and how many do."""
+    num_items = 0
+    for chunk in range(MIN_CHUNK, MAX_CHUNK + 1, MIN_CHUNK):
+        num_items = sum(
+            tiles * -(-run.num_tokens // chunk) for run, tiles in zip(runs, num_tiles, strict=True)
+        )
+        if num_items <= max_items:
+            return chunk, num_items
+    return MAX_CHUNK, num_items
 
 
 def attend_shared(

@@ -118,6 +118,7 @@ class DecodePlanner:
         group: int,
         window: int | None,
         base: DecodeVariant,
+        num_padding: int = 0,
     ) -> Decode:
         """Plan some sequences of a step; nothing is on the device yet.
 
@@ -128,6 +129,7 @@ class DecodePlanner:
             group: The KV group.
             window: Tokens that a row sees; None is all.
             base: What is fixed for these layers.
+            num_padding: Rows behind theirs that nobody looks at.
         """
         counts = np.diff(host.query_start_loc)[sequences]
         ends = host.context_lens[sequences]
@@ -150,7 +152,7 @@ class DecodePlanner:
             chunks = fixed_chunks(lows, ends)
         else:
             chunks = choose_chunk(lows, ends, groups_per_item, self._wave)
-        work = make_work_list(counts, lows, ends, tables, chunks, window)
+        work = make_work_list(counts, lows, ends, tables, chunks, window, num_padding=num_padding)
         # What isn't cut takes another path to the same sum, so neighbours would change its bits.
         if work.max_chunks == 1 and not fixed and cascade is None:
             if 2 * work.num_items * groups_per_item <= self._wave and _may_be_wider(whole):

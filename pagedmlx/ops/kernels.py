@@ -96,8 +96,8 @@ class KernelBackend:
         """See ``AttentionBackend.attend``."""
         plan = self._plan(queries, layer, group, store, batch, params)
         parts = []
-        num_padding = len(queries) - batch.host.num_rows
-        is_whole = len(plan) == 1 and num_padding == 0
+        num_left = len(queries) - plan[-1].rows.stop
+        is_whole = len(plan) == 1 and num_left == 0
         for part in plan:
             rows = queries if is_whole else queries[part.rows]
             if isinstance(part.work, Chunk):
@@ -115,8 +115,8 @@ class KernelBackend:
                 new = store.claim(layer, rows.dtype) if can_write else None
                 output = attend_decode(self.launcher, rows, layer, store, part.work, params, new)
                 parts.append(output)
-        if num_padding:
-            parts.append(mx.zeros((num_padding, *parts[0].shape[1:]), queries.dtype))
+        if num_left:
+            parts.append(mx.zeros((num_left, *parts[0].shape[1:]), queries.dtype))
         return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
     def rest(self) -> None:
@@ -191,7 +191,7 @@ class KernelBackend:
         return DecodePlans(
             tuple(self._kinds),
             tuple(
-                self._planner.plan(host, sequences, group, window, base)
+                self._planner.plan(host, sequences, group, window, base, batch.num_padding)
                 for (group, window, _), base in self._kinds.items()
             ),
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import mlx.core as mx
@@ -104,6 +104,11 @@ class PrefillVariant:
         while self._tile_bytes(keys) > MAX_THREADGROUP_BYTES:
             keys //= 2
         return keys
+
+    @cached_property
+    def sharing(self) -> PrefillVariant:
+        """The same for shared tokens; one object, so that its text is put together once."""
+        return replace(self, sinks=False, shared=True)
 
     @cached_property
     def kernel(self) -> Kernel:

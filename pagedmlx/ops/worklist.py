@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -77,6 +78,7 @@ def make_work_list(
     chunks: int | npt.NDArray[np.int64],
     window: int | None,
     table_rows: npt.NDArray[np.intp] | None = None,
+    num_padding: int = 0,
 ) -> WorkList:
     """Cut the tokens [low, end) of every sequence at multiples of its chunk.
 
@@ -88,11 +90,24 @@ def make_work_list(
         chunks: Tokens of a chunk, or (S,) one for each sequence.
         window: Tokens that a row sees; None is all.
         table_rows: (S,) whose table each sequence has; its own if None.
+        num_padding: Rows behind them that nobody looks at. Every row needs something to attend:
+            here the first token that the first sequence does, none of their own being written.
     """
     num_seqs = len(num_rows)
-    if table_rows is None:
-        table_rows = np.arange(num_seqs)
+    whose_table = np.arange(num_seqs) if table_rows is None else table_rows
     chunk = np.broadcast_to(chunks, (num_seqs,))
+    context_lens = ends
+    if num_padding:
+        chunk = _extended(chunk, num_padding, MAX_CHUNK)
+        num_rows = _extended(num_rows, num_padding, 1)
+        lows, ends = (
+            _extended(lows, num_padding, lows[0]),
+            _extended(ends, num_padding, lows[0] + 1),
+        )
+        # A row's own token is its context's last, and so in none of these items.
+        context_lens = _extended(context_lens, num_padding, lows[0] + 2)
+        whose_table = _extended(whose_table, num_padding, 0)
+        num_seqs += num_padding
     counts = _counts(lows, ends, chunk)
     first_items = np.cumsum(counts) - counts
     first_rows = np.cumsum(num_rows) - num_rows
@@ -103,15 +118,15 @@ def make_work_list(
     merge_at = HEADER + ITEM * num_items
     tables_at = merge_at + MERGE_ROW * total_rows
     width = block_tables.shape[1]
-    plan = np.zeros(bucket(tables_at + block_tables.size), dtype=np.int32)
+    plan = np.zeros(bucket(tables_at + block_tables.size, 4), dtype=np.int32)
     plan[:4] = num_items, UNLIMITED if window is None else window, merge_at, total_rows
     items = plan[HEADER:merge_at].reshape(num_items, ITEM)
     items[:, 0] = first_rows[owners]
     items[:, 1] = num_rows[owners]
     items[:, 2] = np.maximum(lows[owners], index * chunk[owners])
     items[:, 3] = np.minimum(ends[owners], (index + 1) * chunk[owners])
-    items[:, 4] = ends[owners]
-    items[:, 5] = tables_at + table_rows[owners] * width
+    items[:, 4] = context_lens[owners]
+    items[:, 5] = tables_at + whose_table[owners] * width
     items[:, 6] = np.arange(num_items)
     rows = plan[merge_at:tables_at].reshape(total_rows, MERGE_ROW)
     row_owners = np.repeat(np.arange(num_seqs), num_rows)
@@ -129,10 +144,19 @@ def idle_work_list(max_chunks: int) -> WorkList:
     return WorkList(plan, 1, 1, max_chunks)
 
 
-def bucket(count: int) -> int:
-    """The count, rounded up by at most an eighth, so that few sizes occur in a long run."""
-    step = 1 << max(count.bit_length() - 4, 0)
+def bucket(count: int, num_steps: int = 8) -> int:
+    """The count, rounded up, so that few sizes occur in a long run.
+
+    Args:
+        count: At least 0.
+        num_steps: Sizes from one power of 2 to the next; itself one.
+    """
+    step = 1 << max(count.bit_length() - num_steps.bit_length(), 0)
     return -(-count // step) * step
+
+
+def _extended(array: npt.NDArray[Any], count: int, value: int) -> npt.NDArray[Any]:
+    return np.concatenate([array, np.full(count, value, array.dtype)])
 
 
 def _counts(

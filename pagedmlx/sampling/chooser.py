@@ -94,10 +94,11 @@ class TokenChooser:
         """Build the graph of a step's tokens; nothing is evaluated.
 
         Args:
-            logits: (R, V) for ``host.sample_rows``.
+            logits: (R or more, V) for ``host.sample_rows``; others behind them are nobody's.
             host: The step.
             token_ids: (T or more,) int32; its tokens, those that only the device knows too.
         """
+        logits = logits[: len(host.sample_rows)]
         sampling = list(range(len(host.sample_rows)))
         if len(host.prompt_places):
             for place in reversed(host.prompt_places.tolist()):

@@ -21,8 +21,11 @@ from pagedmlx.errors import UnsupportedModelError
 from pagedmlx.kv.layout import LayerShape
 from pagedmlx.kv.store import KVStore
 from pagedmlx.models.adapter import ModelAdapter
+from pagedmlx.models.layer_cache import LAYERS_AT_ONCE
 from pagedmlx.models.parts import RowLayout
 from pagedmlx.ops import make_backend
+from pagedmlx.ops.base import PagedBatch
+from tests.support.batches import make_batch
 from tests.support.paged_run import PagedRun
 from tests.support.tiny_models import (
     CONFIGS,
@@ -33,6 +36,7 @@ from tests.support.tiny_models import (
     build_model,
     tiny_model,
 )
+from tests.support.token_writer import TokenWriter
 
 NAMES = (*sorted(CONFIGS), *GATHERED, *HYBRID)
 
@@ -238,3 +242,19 @@ def test_a_refusal_or_a_close_leaves_mlx_lm_as_it_was() -> None:
     adapter.close()
     adapter.close()
     assert llama.scaled_dot_product_attention is original
+
+
+def test_a_gpu_begins_with_the_first_layers_while_the_graph_of_others_is_built(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = {**CONFIGS["llama"], "num_hidden_layers": 2 * LAYERS_AT_ONCE + 1}
+    loaded = replace(tiny_model(), model=build_model(config))
+    handed: list[tuple[int, ...]] = []
+    monkeypatch.setattr(mx, "async_eval", lambda *arrays: handed.extend(a.shape for a in arrays))
+    for writer, num_times in ((None, 0), (TokenWriter(), 3)):
+        handed.clear()
+        with ModelAdapter(loaded, make_backend("auto"), block_size=4) as adapter:
+            store = KVStore(adapter.layout, (8,), writer=writer)
+            host = make_batch([(0, 5)], block_size=4, num_blocks=8, rng=np.random.default_rng(0))
+            adapter.forward(PagedBatch(host), store)
+        assert [shape[0] for shape in handed] == [5] * num_times

@@ -66,8 +66,8 @@ class Decoding:
             raise RuntimeError("no")
         store.wrote(store.token + 1)
         assert self.backend.followed is not None
-        slots = batch.groups[0].slot_mapping[: batch.host.num_rows]
-        rows = batch.token_ids + 10 * batch.positions[: batch.host.num_rows] + slots
+        slots = batch.groups[0].slot_mapping[: batch.num_rows]
+        rows = batch.token_ids + 10 * batch.positions[: batch.num_rows] + slots
         return (rows + self.backend.followed.sum() + self.pool[0])[:, None]
 
     def step(
@@ -76,17 +76,19 @@ class Decoding:
         plan: Sequence[int],
         kind: str = "whole",
         sequences: tuple[Any, ...] = (),
+        num_padding: int = 0,
     ) -> mx.array:
         """One decode step, in the usual way where there is no graph yet."""
         spans = [(context - 1, 1) for context in contexts]
         rng = np.random.default_rng(sum(contexts))
-        host = make_batch(spans, block_size=4, num_blocks=64, rng=rng)
+        host = make_batch(spans, block_size=4, num_blocks=256, rng=rng)
         host = replace(host, sequences=sequences, sample_sequences=sequences)
-        batch = PagedBatch(host)
+        batch = PagedBatch(host, num_padding)
         self.backend.next_plans = Plans([np.array(plan, np.int32)], kind)
         logits = self.compiled(batch)
-        positions = batch.positions[: batch.host.num_rows]
+        positions = batch.positions[: batch.num_rows]
         expected = batch.token_ids + 10 * positions + batch.groups[0].slot_mapping + sum(plan)
+        assert positions.tolist()[host.num_rows :] == [0] * num_padding
         if logits is None:
             logits = self.run(batch, self.store)
         np.testing.assert_array_equal(np.array(logits[:, 0]), np.array(expected))
@@ -110,6 +112,15 @@ def test_steps_of_other_shapes_are_other_graphs() -> None:
         decoding.step([5], [1, 2, 3])
         decoding.step([5], [1, 2], kind="split")
     assert decoding.num_runs == 4 * MIN_USES
+
+
+def test_steps_that_padding_makes_alike_are_one_graph() -> None:
+    decoding = Decoding()
+    for number in range(10):
+        count = 12 - number % 3
+        decoding.step([5 + number] * count, [number, 1], num_padding=12 - count)
+    assert decoding.num_runs == MIN_USES
+    assert len(decoding.compiled._graphs) == 1
 
 
 def test_shapes_that_come_and_go_are_not_traced_and_graphs_are_bounded() -> None:

@@ -23,21 +23,35 @@ SPANS = st.lists(
 
 
 @settings(max_examples=60)
-@given(spans=SPANS, chunk=st.sampled_from([64, 128, 1024, 2048]), window=st.none() | st.just(37))
+@given(
+    spans=SPANS,
+    chunk=st.sampled_from([64, 128, 1024, 2048]),
+    window=st.none() | st.just(37),
+    num_padding=st.sampled_from([0, 0, 3]),
+)
 def test_every_token_is_in_one_item_and_every_row_merges_its_own_items(
-    spans: list[tuple[int, int, int]], chunk: int, window: int | None
+    spans: list[tuple[int, int, int]], chunk: int, window: int | None, num_padding: int
 ) -> None:
     lows = np.array([low for low, _, _ in spans], np.int32)
     ends = lows + np.array([length for _, length, _ in spans], np.int32)
     num_rows = np.array([rows for _, _, rows in spans], np.int32)
     tables = np.arange(len(spans) * 5, dtype=np.int32).reshape(len(spans), 5)
-    work = make_work_list(num_rows, lows, ends, tables, chunk, window)
+    work = make_work_list(num_rows, lows, ends, tables, chunk, window, num_padding=num_padding)
     num_items, seen_window, merge_at, total_rows = work.plan[:4].tolist()
     assert num_items <= work.num_items
     assert seen_window == (UNLIMITED if window is None else window)
-    assert total_rows == work.num_rows == num_rows.sum()
+    assert total_rows == work.num_rows == num_rows.sum() + num_padding
 
     items = work.plan[HEADER : HEADER + ITEM * num_items].reshape(num_items, ITEM)
+    real = num_items - num_padding
+    for place, (row, rows, *tokens, context_len, table, partial, _) in enumerate(
+        items.tolist()[real:], start=real
+    ):
+        # One token that is there, and its own, the context's last, is not among those it reads.
+        assert (row, rows, partial) == (num_rows.sum() + place - real, 1, place)
+        assert tokens == [lows[0], lows[0] + 1] and context_len > tokens[1]
+        assert np.array_equal(work.plan[table : table + 5], tables[0])
+    items = items[:real]
     first_rows = np.cumsum(num_rows) - num_rows
     covered = {int(row): [] for row in first_rows}
     for place, (row, rows, start, end, context_len, table, partial, _) in enumerate(items.tolist()):
@@ -47,6 +61,8 @@ def test_every_token_is_in_one_item_and_every_row_merges_its_own_items(
         assert np.array_equal(work.plan[table : table + 5], tables[sequence])
         covered[row].append((start, end, place))
     merges = work.plan[merge_at : merge_at + MERGE_ROW * total_rows].reshape(-1, MERGE_ROW)
+    for place, merge in enumerate(merges.tolist()[num_rows.sum() :], start=real):
+        assert merge == [place, 1, *[0] * 6]
     for sequence, row in enumerate(first_rows.tolist()):
         parts = covered[row]
         edges = [lows[sequence], *(end for _, end, _ in parts)]
@@ -98,6 +114,8 @@ def test_few_sizes_occur() -> None:
     sizes = {bucket(count) for count in range(1, 10_000)}
     assert len(sizes) < 100
     assert all(count <= bucket(count) <= count * 9 / 8 for count in range(1, 10_000))
+    assert all(count <= bucket(count, 4) <= count * 5 / 4 for count in range(1, 10_000))
+    assert [bucket(count, 4) for count in (0, 1, 7, 9, 15, 17, 63)] == [0, 1, 7, 10, 16, 20, 64]
 
 
 def _one_row(lengths: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
