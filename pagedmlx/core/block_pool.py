@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import numpy.typing as npt
 
@@ -123,14 +125,15 @@ class BlockPool:
         self._note_use()
         return block
 
-    def share(self, block: Block) -> None:
-        """Add a reference; a cached block comes back into use."""
-        if block.ref_count == 0:
-            assert block.block_hash is not None, "a free block has no content to share"
-            self._unlink(block)
-            self._uncache(block)
-        block.ref_count += 1
-        self._num_shared += block.ref_count == 2
+    def share(self, blocks: Iterable[Block]) -> None:
+        """Add a reference to each; cached blocks come back into use."""
+        for block in blocks:
+            if block.ref_count == 0:
+                assert block.block_hash is not None, "a free block has no content to share"
+                self._unlink(block)
+                self._uncache(block)
+            block.ref_count += 1
+            self._num_shared += block.ref_count == 2
         self._note_use()
 
     def free(self, block: Block) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -51,11 +51,13 @@ class BlockTable:
     def append(self) -> Block:
         """Allocate one more block at the end."""
         block = self.pool.allocate()
-        self._push(block.block_id)
+        index = len(self)
+        self._make_room(index + 1)
+        self._ids[index] = block.block_id
         self.blocks.append(block)
         return block
 
-    def share(self, blocks: Iterable[Block], num_passed: int = 0) -> None:
+    def share(self, blocks: Sequence[Block], num_passed: int = 0) -> None:
         """Append blocks that others hold or that are cached, adding a reference to each.
 
         Args:
@@ -63,13 +65,14 @@ class BlockTable:
             num_passed: Empty places before them; only in an empty table.
         """
         assert not (num_passed and len(self))
-        for _ in range(num_passed):
-            self._push(NO_BLOCK)
-            self.num_passed += 1
-        for block in blocks:
-            self.pool.share(block)
-            self._push(block.block_id)
-            self.blocks.append(block)
+        self.pool.share(blocks)
+        start = len(self) + num_passed
+        end = start + len(blocks)
+        self._make_room(end)
+        self._ids[:num_passed] = NO_BLOCK
+        self._ids[start:end] = [block.block_id for block in blocks]
+        self.num_passed += num_passed
+        self.blocks.extend(blocks)
 
     def replace(self, index: int) -> tuple[Block, Block]:
         """Copy on write: put a new block in the place of one whose content others may want.
@@ -109,8 +112,9 @@ class BlockTable:
         self.num_passed = 0
         self.entries.clear()
 
-    def _push(self, block_id: int) -> None:
-        count = len(self)
-        if count == len(self._ids):
-            self._ids = np.concatenate([self._ids, np.empty_like(self._ids)])
-        self._ids[count] = block_id
+    def _make_room(self, num_blocks: int) -> None:
+        """Have at least so many places in the array of ids, twice as many when it must grow."""
+        room = len(self._ids)
+        if num_blocks > room:
+            more = np.empty(max(room, num_blocks - room), dtype=np.int32)
+            self._ids = np.concatenate([self._ids, more])

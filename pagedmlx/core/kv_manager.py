@@ -321,6 +321,7 @@ class KVManager:
         num_full = num_tokens // self.block_size
         del sequence.token_ids[num_tokens:]
         del sequence.block_hashes[num_full:]
+        del sequence.block_tokens[num_full:]
         if any(
             sequence.block_tables[group].num_passed
             > self._windows.first_needed(group, num_computed)

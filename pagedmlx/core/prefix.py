@@ -10,20 +10,27 @@ from __future__ import annotations
 import hashlib
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise, takewhile
 
 from pagedmlx.core.block import Block
 
-HashFunction = Callable[[bytes, Sequence[int]], bytes]
-"""Maps (parent's hash, the block's token ids) to the block's hash."""
+HashFunction = Callable[[bytes, bytes], bytes]
+"""Maps (parent's hash, the block's packed tokens) to the block's hash."""
+
+TOKEN_BYTES = array("i").itemsize
+"""Bytes of one packed token."""
 
 
-def hash_tokens(parent: bytes, token_ids: Sequence[int]) -> bytes:
+def pack_tokens(token_ids: Iterable[int]) -> bytes:
+    """Token ids as int32, to be hashed and compared at once."""
+    return array("i", token_ids).tobytes()
+
+
+def hash_tokens(parent: bytes, tokens: bytes) -> bytes:
     """The default ``HashFunction``: 16 bytes of blake2b over the parent's hash and the tokens."""
-    data = array("q", token_ids).tobytes()
-    return hashlib.blake2b(data, key=parent[:64], digest_size=16).digest()
+    return hashlib.blake2b(parent + tokens, digest_size=16).digest()
 
 
 def root_hash(*salts: str) -> bytes:
@@ -44,20 +51,20 @@ class PrefixEntry:
     """One indexed block with what proves its content.
 
     Attributes:
-        block: Holds K and V of ``token_ids``, each attending to all that the chain names.
-        token_ids: The block's tokens.
+        block: Holds K and V of ``tokens``, each attending to all that the chain names.
+        tokens: The block's tokens, packed.
         parent: Entry of the block before; None for a first block.
         root: The chain's root hash, which carries the salts.
     """
 
     block: Block
-    token_ids: tuple[int, ...]
+    tokens: bytes
     parent: PrefixEntry | None
     root: bytes
 
 
-def _tokens_of(entry: PrefixEntry) -> tuple[int, ...]:
-    return entry.token_ids
+def _tokens_of(entry: PrefixEntry) -> bytes:
+    return entry.tokens
 
 
 class PrefixIndex:
@@ -65,7 +72,7 @@ class PrefixIndex:
 
     def __init__(self) -> None:
         self._entries: dict[bytes, PrefixEntry] = {}
-        # What goes on from each entry, or from each root, in the order of the tokens.
+        # What goes on from each entry, or from each root, in the order of the packed tokens.
         self._next: dict[PrefixEntry | bytes, list[PrefixEntry]] = {}
 
     def __len__(self) -> int:
@@ -75,29 +82,43 @@ class PrefixIndex:
         return iter(self._entries.items())
 
     def find(
-        self,
-        block_hash: bytes,
-        token_ids: tuple[int, ...],
-        parent: PrefixEntry | None,
-        root: bytes,
+        self, block_hash: bytes, tokens: bytes, parent: PrefixEntry | None, root: bytes
     ) -> PrefixEntry | None:
         """The entry that holds exactly these tokens after exactly this chain, or None."""
         entry = self._entries.get(block_hash)
-        if entry is None or entry.token_ids != token_ids or entry.parent is not parent:
+        if entry is None or entry.tokens != tokens or entry.parent is not parent:
             return None
         return entry if entry.root == root else None
 
+    def follow(
+        self, chain: list[PrefixEntry], hashes: list[bytes], blocks: list[bytes], root: bytes
+    ) -> None:
+        """Lengthen a chain by the entries that go on from it, up to the first block not indexed.
+
+        Args:
+            chain: Entries that are indexed.
+            hashes: Hashes of the blocks after it.
+            blocks: Their packed tokens.
+            root: The chain's root hash.
+        """
+        entry = chain[-1] if chain else None
+        for block_hash, tokens in zip(hashes, blocks, strict=True):
+            entry = self.find(block_hash, tokens, entry, root)
+            if entry is None:
+                return
+            chain.append(entry)
+
     def find_beginning(
-        self, token_ids: tuple[int, ...], parent: PrefixEntry | None, root: bytes
+        self, tokens: bytes, parent: PrefixEntry | None, root: bytes
     ) -> tuple[PrefixEntry, int] | None:
         """The entry after this chain that begins most like these tokens, and for how many."""
         entries = self._next.get(parent or root)
         if entries is None:
             return None
         # In sorted order nothing is more alike than one of the two neighbours.
-        place = bisect_left(entries, token_ids, key=_tokens_of)
+        place = bisect_left(entries, tokens, key=_tokens_of)
         around = entries[max(0, place - 1) : place + 1]
-        lengths = [_num_alike(entry.token_ids, token_ids) for entry in around]
+        lengths = [_num_alike(entry.tokens, tokens) for entry in around]
         longest = max(lengths)
         return (around[lengths.index(longest)], longest) if longest else None
 
@@ -105,7 +126,7 @@ class PrefixIndex:
         self,
         block: Block,
         block_hash: bytes,
-        token_ids: tuple[int, ...],
+        tokens: bytes,
         parent: PrefixEntry | None,
         root: bytes,
     ) -> tuple[PrefixEntry, Block | None]:
@@ -122,10 +143,10 @@ class PrefixIndex:
         displaced = self._entries.get(block_hash)
         if displaced is not None:
             self.remove(displaced.block)
-        entry = PrefixEntry(block, token_ids, parent, root)
+        entry = PrefixEntry(block, tokens, parent, root)
         self._entries[block_hash] = entry
         entries = self._next.setdefault(parent or root, [])
-        entries.insert(bisect_left(entries, token_ids, key=_tokens_of), entry)
+        entries.insert(bisect_left(entries, tokens, key=_tokens_of), entry)
         block.block_hash = block_hash
         return entry, displaced.block if displaced is not None else None
 
@@ -149,7 +170,7 @@ class PrefixIndex:
         block.block_hash = None
         key = entry.parent or entry.root
         entries = self._next[key]
-        del entries[bisect_left(entries, entry.token_ids, key=_tokens_of)]
+        del entries[bisect_left(entries, entry.tokens, key=_tokens_of)]
         if not entries:
             del self._next[key]
 
@@ -162,12 +183,11 @@ class PrefixIndex:
             assert all(
                 (entry.parent or entry.root) is key or entry.root == key for entry in entries
             )
-            tokens = [entry.token_ids for entry in entries]
+            tokens = [entry.tokens for entry in entries]
             assert all(a < b for a, b in pairwise(tokens)), "beginnings are out of order"
 
 
-def _num_alike(left: tuple[int, ...], right: tuple[int, ...]) -> int:
-    """Tokens at the beginning in which two runs agree."""
-    return sum(
-        1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False))
-    )
+def _num_alike(left: bytes, right: bytes) -> int:
+    """Tokens at the beginning in which two packed runs agree."""
+    pairs = zip(array("i", left), array("i", right), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

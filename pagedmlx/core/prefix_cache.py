@@ -13,7 +13,14 @@ from dataclasses import dataclass
 from pagedmlx.core.block import Block
 from pagedmlx.core.block_table import BlockTable
 from pagedmlx.core.groups import Windows
-from pagedmlx.core.prefix import HashFunction, PrefixEntry, PrefixIndex, root_hash
+from pagedmlx.core.prefix import (
+    TOKEN_BYTES,
+    HashFunction,
+    PrefixEntry,
+    PrefixIndex,
+    pack_tokens,
+    root_hash,
+)
 from pagedmlx.core.sequence import Sequence
 
 
@@ -70,32 +77,25 @@ class PrefixCache:
         self._hash = hash_function
         self._min_partial_tokens = min_partial_tokens
         # Blocks that steps under way will fill: hash to tokens, and the hashes of each sequence.
-        self._pending: dict[bytes, tuple[int, ...]] = {}
+        self._pending: dict[bytes, bytes] = {}
         self._pending_of: dict[int, list[tuple[int, bytes]]] = {}
 
     # Finding.
 
     def find(self, sequence: Sequence) -> SharedPrefix:
         """The longest cached prefix; the sequence's last token is never part of it."""
-        usable = self._num_usable_blocks(sequence)
-        root = self._extend_hashes(sequence, usable)
+        count = self._num_usable_blocks(sequence)
+        root = self._extend_hashes(sequence, count)
         # Who waits looks again at each step: what was found is kept as far as it still stands.
         chains = sequence.cached_chains
         chains.extend([] for _ in range(len(self.indexes) - len(chains)))
-        chained = self._windows.keeping
-        for group in chained:
-            self.indexes[group].cut_dead(chains[group])
-        count = min(usable, *(len(chains[group]) for group in chained))
-        for group in chained:
-            del chains[group][count:]
-        while count < usable:
-            found = [self._find(sequence, g, count, _last(chains[g]), root) for g in chained]
-            if not all(found):
-                break
-            for group, entry in zip(chained, found, strict=True):
-                assert entry is not None
-                chains[group].append(entry)
-            count += 1
+        for group in self._windows.keeping:
+            chain, index = chains[group], self.indexes[group]
+            index.cut_dead(chain)
+            del chain[count:]
+            rest = slice(len(chain), count)
+            index.follow(chain, sequence.block_hashes[rest], sequence.block_tokens[rest], root)
+            count = len(chain)
         count, windowed = self._fit_windows(sequence, count, root)
         beginnings, num_alike = self._find_beginnings(sequence, count, root)
         blocks: list[tuple[Block, ...]] = []
@@ -127,7 +127,7 @@ class PrefixCache:
         most = min(self._block_size, sequence.num_tokens - start) - 1
         if not self.is_enabled or most < self._min_partial_tokens:
             return nothing, 0
-        tokens = tuple(sequence.token_ids[start : start + most])
+        tokens = pack_tokens(sequence.token_ids[start : start + most])
         found = [list[PrefixEntry]() for _ in self.indexes]
         num_alike = most
         for group in self._windows.keeping:
@@ -142,7 +142,7 @@ class PrefixCache:
         (like,) = found[self._windows.anchor]
         for group in self._windows.passing:
             assert like.block.block_hash is not None
-            entry = self.indexes[group].find(like.block.block_hash, like.token_ids, like, root)
+            entry = self.indexes[group].find(like.block.block_hash, like.tokens, like, root)
             if entry is None:
                 return nothing, 0
             found[group].append(entry)
@@ -194,8 +194,8 @@ class PrefixCache:
     def _find(
         self, sequence: Sequence, group: int, index: int, parent: PrefixEntry | None, root: bytes
     ) -> PrefixEntry | None:
-        tokens = self._block_tokens(sequence, index)
-        return self.indexes[group].find(sequence.block_hashes[index], tokens, parent, root)
+        block_hash, tokens = sequence.block_hashes[index], sequence.block_tokens[index]
+        return self.indexes[group].find(block_hash, tokens, parent, root)
 
     # Publishing.
 
@@ -240,9 +240,12 @@ class PrefixCache:
     ) -> None:
         entry = self._find(sequence, group, index, parent, root)
         if entry is None:
-            tokens = self._block_tokens(sequence, index)
             entry, displaced = self.indexes[group].publish(
-                table[index], sequence.block_hashes[index], tokens, parent, root
+                table[index],
+                sequence.block_hashes[index],
+                sequence.block_tokens[index],
+                parent,
+                root,
             )
             if displaced is not None:
                 table.pool.forget(displaced)
@@ -262,7 +265,7 @@ class PrefixCache:
         blocks = list(enumerate(sequence.block_hashes[first:last], start=first))
         self._pending_of.setdefault(sequence.seq_id, []).extend(blocks)
         for index, block_hash in blocks:
-            self._pending[block_hash] = self._block_tokens(sequence, index)
+            self._pending[block_hash] = sequence.block_tokens[index]
 
     def end_pending(self, sequence: Sequence, end: int | None = None) -> None:
         """Tokens below ``end`` are computed, or with None never will be: nobody waits for them."""
@@ -280,8 +283,7 @@ class PrefixCache:
         index = prefix.num_tokens // self._block_size
         if index >= self._num_usable_blocks(sequence):
             return False
-        tokens = self._pending.get(sequence.block_hashes[index])
-        return tokens == self._block_tokens(sequence, index)
+        return self._pending.get(sequence.block_hashes[index]) == sequence.block_tokens[index]
 
     def num_shareable(self, sequence: Sequence, other: Sequence) -> int:
         """Full blocks that a sequence can have from another one, once that is computed."""
@@ -303,16 +305,18 @@ class PrefixCache:
         return (sequence.num_tokens - 1) // self._block_size
 
     def _extend_hashes(self, sequence: Sequence, num_blocks: int) -> bytes:
+        """Know hashes and packed tokens of so many full blocks; returns the root hash."""
         root = root_hash(*self._salts, sequence.request.cache_salt)
-        hashes = sequence.block_hashes
-        for index in range(len(hashes), num_blocks):
-            parent = hashes[-1] if hashes else root
-            hashes.append(self._hash(parent, self._block_tokens(sequence, index)))
+        hashes, blocks = sequence.block_hashes, sequence.block_tokens
+        block_hash = hashes[-1] if hashes else root
+        size = self._block_size
+        packed = pack_tokens(sequence.token_ids[len(hashes) * size : num_blocks * size])
+        for start in range(0, len(packed), size * TOKEN_BYTES):
+            tokens = packed[start : start + size * TOKEN_BYTES]
+            block_hash = self._hash(block_hash, tokens)
+            hashes.append(block_hash)
+            blocks.append(tokens)
         return root
-
-    def _block_tokens(self, sequence: Sequence, index: int) -> tuple[int, ...]:
-        start = index * self._block_size
-        return tuple(sequence.token_ids[start : start + self._block_size])
 
 
 def _last(chain: list[PrefixEntry] | list[PrefixEntry | None]) -> PrefixEntry | None:

@@ -51,8 +51,8 @@ class Sequence:
         finish_reason: None until finished.
         num_preemptions: How often it lost its blocks.
         num_overtaken: How many others passed it while it waited and didn't fit.
-        root_hash: What its first block's hash starts from; the KV manager's.
-        block_hashes: Hashes of its full blocks as far as they were needed; likewise.
+        block_hashes: Hashes of its full blocks as far as they were needed; the KV manager's.
+        block_tokens: The packed tokens of those blocks; likewise.
         cached_chains: What its last look-up in the prefix cache found, for each group; likewise.
     """
 
@@ -70,8 +70,8 @@ class Sequence:
     finish_reason: FinishReason | None = None
     num_preemptions: int = 0
     num_overtaken: int = 0
-    root_hash: bytes | None = None
     block_hashes: list[bytes] = field(default_factory=list[bytes])
+    block_tokens: list[bytes] = field(default_factory=list[bytes])
     cached_chains: list[list[PrefixEntry]] = field(default_factory=list[list[PrefixEntry]])
 
     @property

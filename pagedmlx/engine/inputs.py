@@ -239,7 +239,11 @@ def _tokenize(job: Job, tokenizer: Tokenizer) -> tuple[str, tuple[int, ...]]:
     given: object = job.prompt_token_ids
     if isinstance(given, str | bytes) or not isinstance(given, Iterable):
         raise InvalidRequestError("prompt_token_ids", f"{type(given).__name__} is not a list")
-    return "prompt_token_ids", tuple(map(_token_id, given))
+    token_ids = tuple(given)
+    # Prompts are long, and asking each for an interface is slow.
+    if set(map(type, token_ids)) != {int}:
+        token_ids = tuple(map(_token_id, token_ids))
+    return "prompt_token_ids", token_ids
 
 
 def _bad_words(
@@ -262,9 +266,6 @@ def _bad_words(
 
 
 def _token_id(value: object) -> int:
-    # Prompts are long, and asking for an interface is slow.
-    if type(value) is int:
-        return value
     try:
         if isinstance(value, SupportsIndex) and not isinstance(value, bool):
             return operator.index(value)

@@ -14,7 +14,7 @@ def test_a_block_freed_twice_or_revived_without_content_is_refused() -> None:
     with pytest.raises(AssertionError, match="freed twice"):
         pool.free(block)
     with pytest.raises(AssertionError, match="no content"):
-        pool.share(block)
+        pool.share([block])
 
 
 def test_an_empty_pool_gives_nothing() -> None:

@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from pagedmlx.core.block import Block
 from pagedmlx.core.block_pool import BlockPool
-from pagedmlx.core.prefix import PrefixIndex
+from pagedmlx.core.prefix import PrefixIndex, pack_tokens
 
 
 class BlockPoolMachine(RuleBasedStateMachine):
@@ -70,7 +70,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def share(self, data: st.DataObject) -> None:
         block_id = data.draw(st.sampled_from([*self.in_use, *self.cached]))
-        self.pool.share(self.blocks[block_id])
+        self.pool.share([self.blocks[block_id]])
         if block_id in self.cached:
             self.cached.remove(block_id)
         self.in_use[block_id] = self.in_use.get(block_id, 0) + 1
@@ -91,15 +91,15 @@ class BlockPoolMachine(RuleBasedStateMachine):
     @rule(data=st.data(), name=st.integers(0, 5))
     def publish(self, data: st.DataObject, name: int) -> None:
         block_id = data.draw(st.sampled_from(list(self.in_use)))
-        block_hash = bytes([name])
+        block_hash, tokens = bytes([name]), pack_tokens([name])
         entry, displaced = self.index.publish(
-            self.blocks[block_id], block_hash, (name,), None, b"root"
+            self.blocks[block_id], block_hash, tokens, None, b"root"
         )
         assert self.index.is_live(entry)
-        assert self.index.find(block_hash, (name,), None, b"root") is entry
-        assert self.index.find(block_hash, (name + 1,), None, b"root") is None
-        assert self.index.find(block_hash, (name,), None, b"other") is None
-        assert self.index.find(block_hash, (name,), entry, b"root") is None
+        assert self.index.find(block_hash, tokens, None, b"root") is entry
+        assert self.index.find(block_hash, pack_tokens([name + 1]), None, b"root") is None
+        assert self.index.find(block_hash, tokens, None, b"other") is None
+        assert self.index.find(block_hash, tokens, entry, b"root") is None
         owner = next((i for i, known in self.names.items() if known == block_hash), None)
         if owner is not None and owner != block_id:
             assert displaced is self.blocks[owner]

@@ -32,14 +32,14 @@ FULL = KVGroup(KVGroupKind.FULL, (0,))
 WINDOW = KVGroup(KVGroupKind.WINDOW, (1,), window=3)
 
 
-def constant_hash(parent: bytes, token_ids: Iterable[int]) -> bytes:
+def constant_hash(parent: bytes, tokens: bytes) -> bytes:
     """The worst hash there is: everything collides."""
     return b"same"
 
 
-def four_bit_hash(parent: bytes, token_ids: Iterable[int]) -> bytes:
+def four_bit_hash(parent: bytes, tokens: bytes) -> bytes:
     """Sixteen values: collisions all the time, yet several entries live side by side."""
-    return bytes([hash_tokens(parent, tuple(token_ids))[0] & 15])
+    return bytes([hash_tokens(parent, tokens)[0] & 15])
 
 
 def make_kv(
