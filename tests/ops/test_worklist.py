@@ -49,7 +49,8 @@ def test_every_token_is_in_one_item_and_every_row_merges_its_own_items(
     ):
         # One token that is there, and its own, the context's last, is not among those it reads.
         assert (row, rows, partial) == (num_rows.sum() + place - real, 1, place)
-        assert tokens == [lows[0], lows[0] + 1] and context_len > tokens[1]
+        assert tokens == [lows[0], lows[0] + 1]
+        assert context_len > tokens[1]
         assert np.array_equal(work.plan[table : table + 5], tables[0])
     items = items[:real]
     first_rows = np.cumsum(num_rows) - num_rows
