@@ -199,7 +199,7 @@ class ModelAdapter:
             if found:
                 # Pools that are updated functionally must have no pending reads.
                 store.submit(*_arrays(found[-1]))
-            hands_over = store.updates_in_place
+            hands_over = store.updates_in_place and not part.gathers
             found.append(self._call(part, store, DeferredRopes(), hands_over=hands_over))
         if len(found) == 1:
             return found[0]
