@@ -6,7 +6,8 @@
 //          plan     int32, at least 8 elements: [0] number of work items, [1] window (a query at p
 //                   sees (p - window, p]); from [8] the items, 8 elements each:
 //                   [0] the sequence's first row in queries, [1] its rows, 1 to ROWS,
-//                   [2] first and [3] end of the item's tokens, a half-open range that is not empty,
+//                   [2] first and [3] end of the item's tokens, a half-open range, empty for a row
+//                   of padding, whose output is zeros,
 //                   [4] the sequence's tokens: its rows are the last of these,
 //                   [5] where in plan its block table begins, [6] place of the partial result
 //          sinks    (H * FACTOR,) of any type, where HAS_SINKS and not SPLIT

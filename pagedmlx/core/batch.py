@@ -89,6 +89,11 @@ class BatchArrays:
         """T, the rows of the forward pass."""
         return len(self.token_ids)
 
+    @property
+    def only_decodes(self) -> bool:
+        """Whether each sequence has a single row, and logits of all of them are needed."""
+        return self.num_decodes == len(self.sample_rows) == self.num_rows
+
 
 def batch_of(
     spans: Iterable[tuple[int, int]],

@@ -95,7 +95,7 @@ class PrefixCache:
             del chain[count:]
             rest = slice(len(chain), count)
             index.follow(chain, sequence.block_hashes[rest], sequence.block_tokens[rest], root)
-            count = len(chain)
+            count = len(chain)  # chains of groups before may be longer now
         count, windowed = self._fit_windows(sequence, count, root)
         beginnings, num_alike = self._find_beginnings(sequence, count, root)
         blocks: list[tuple[Block, ...]] = []

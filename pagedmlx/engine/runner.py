@@ -66,7 +66,7 @@ class ModelRunner:
         self._store = store
         self._chooser = TokenChooser(sampler)
         self._under_way: deque[_UnderWay] = deque()
-        self._places: tuple[list[int], mx.array] = [], mx.zeros(0, mx.int32)
+        self._last_taken: tuple[list[int], mx.array] = [], mx.zeros(0, mx.int32)
         self.depth = 1 if store.updates_in_place else 0
 
     def dispatch(self, step: Step) -> None:
@@ -164,12 +164,13 @@ class ModelRunner:
             return batch
         before = self._under_way[-1].chosen
         places = [before.places[sequence.seq_id] for sequence in host.unread_sequences]
+        knows_none = len(places) == host.num_rows
+        if knows_none:
+            places += places[:1] * batch.num_padding  # padding has some token too
         tokens = _some_token(before.tokens)
-        num_rows = batch.num_rows if len(places) == host.num_rows else len(places)
-        places += places[:1] * (num_rows - len(places))  # padding has some token too
         if places != list(range(len(tokens))):
             tokens = tokens[self._on_device(places)]
-        if num_rows < host.num_rows:
+        if not knows_none:
             known = batch.token_ids
             known[mx.array(host.unread_rows)] = tokens
             tokens = known
@@ -177,9 +178,9 @@ class ModelRunner:
 
     def _on_device(self, places: list[int]) -> mx.array:
         """Places as indexes, which are often those of the step before."""
-        if self._places[0] != places:
-            self._places = places, mx.array(places)
-        return self._places[1]
+        if self._last_taken[0] != places:
+            self._last_taken = places, mx.array(places)
+        return self._last_taken[1]
 
     def close(self) -> None:
         """Drop model and pool and give their memory back; the runner can't be used any more."""

@@ -35,8 +35,7 @@ ROW_MULTIPLE = 64
 MIN_PADDED_ROWS = 256
 """Arrays of fewer rows are small."""
 DECODE_SIZES = 4
-"""Of steps that decode, from one power of 2 to the next; a quarter of the rows is padding at most.
-"""
+"""Of steps that decode, from one power of 2 to the next: a quarter is added to the rows at most."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,7 +130,7 @@ class ModelAdapter:
         num_rows = host.num_rows
         if not self._takes_padding(store):
             return PagedBatch(host)
-        if host.num_decodes == len(host.sample_rows) == num_rows:
+        if host.only_decodes:
             return PagedBatch(host, bucket(num_rows, DECODE_SIZES) - num_rows)
         if host.num_decodes < num_rows and num_rows > MIN_PADDED_ROWS:
             return PagedBatch(host, -num_rows % ROW_MULTIPLE)
@@ -162,7 +161,7 @@ class ModelAdapter:
             logits = self._compiled_for(store, self.backend)(batch)
             if logits is not None:
                 return ModelOutput(logits)
-        return self._run_tokens(batch, store, hands_over=store.updates_in_place)
+        return self._run_tokens(batch, store)
 
     def _compiled_for(self, store: KVStore, backend: PlansAhead) -> CompiledDecode:
         if self._compiled is None or self._compiled[0] is not store:
@@ -171,11 +170,11 @@ class ModelAdapter:
         return self._compiled[1]
 
     def _logits_of_tokens(self, batch: PagedBatch, store: KVStore) -> mx.array:
-        return self._run_tokens(batch, store, hands_over=False).logits
+        return self._run_tokens(batch, store).logits
 
-    def _run_tokens(self, batch: PagedBatch, store: KVStore, *, hands_over: bool) -> ModelOutput:
+    def _run_tokens(self, batch: PagedBatch, store: KVStore) -> ModelOutput:
         """The whole step in one call, (T, 1)."""
-        return self._call(token_rows(batch), store, self._ropes_for(store), hands_over=hands_over)
+        return self._call(token_rows(batch), store, self._ropes_for(store))
 
     def _ropes_for(self, store: KVStore) -> DeferredRopes:
         """Those whose work the pool's writer does; looked for when one comes that can."""
@@ -199,8 +198,7 @@ class ModelAdapter:
             if found:
                 # Pools that are updated functionally must have no pending reads.
                 store.submit(*_arrays(found[-1]))
-            hands_over = store.updates_in_place
-            found.append(self._call(part, store, DeferredRopes(), hands_over=hands_over))
+            found.append(self._call(part, store, DeferredRopes()))
         if len(found) == 1:
             return found[0]
         pooled = [each.pooled for each in found if each.pooled is not None]
@@ -209,13 +207,11 @@ class ModelAdapter:
             mx.concatenate(pooled) if pooled else None,
         )
 
-    def _call(
-        self, part: Part, store: KVStore, ropes: DeferredRopes, *, hands_over: bool
-    ) -> ModelOutput:
-        """Call the model once; ``hands_over`` as in ``GroupRows``."""
+    def _call(self, part: Part, store: KVStore, ropes: DeferredRopes) -> ModelOutput:
+        """Call the model once."""
         caches: list[Any] = [None] * len(self._tree.kinds)
         for index, group in enumerate(self.layout.groups):
-            rows = GroupRows(store, self.backend, part, index, group.window, ropes, hands_over)
+            rows = GroupRows(store, self.backend, part, index, group.window, ropes)
             for layer in group.layers:
                 caches[layer] = LayerCache(layer, rows)
         states = self._take_states(part, store, caches)

@@ -20,7 +20,7 @@ from pagedmlx.ops.base import PagedBatch
 from pagedmlx.ops.launch import MIN_ELEMENTS
 
 MAX_GRAPHS = 64
-"""Graphs kept, the least recently used given up first."""
+"""Graphs kept, the least recently used given up first. 64 answers of unlike lengths make 30."""
 
 MIN_USES = 5
 """A shape is compiled when it comes this often: a trace costs what so many steps save by it."""
@@ -74,7 +74,7 @@ class CompiledDecode:
     def __call__(self, batch: PagedBatch) -> mx.array | None:
         """The step's logits, those of padding behind them; None if it must take the usual way."""
         host = batch.host
-        if len(host.sample_rows) != host.num_rows:
+        if not host.only_decodes:
             return None
         plans = self._backend.plan_ahead(batch)
         if plans is None:
@@ -125,7 +125,7 @@ class CompiledDecode:
             token_ids: mx.array, packed: mx.array, token: mx.array
         ) -> tuple[mx.array, mx.array]:
             slots, positions, arrays = metadata.unpacked(packed)
-            batch = PagedBatch(host, num_padding).given(
+            batch = PagedBatch(host, num_padding, is_traced=True).given(
                 token_ids=token_ids, positions=positions, slot_mappings=slots
             )
             kept = self._store.token

@@ -13,11 +13,14 @@ from pagedmlx.kv.store import KVStore
 from pagedmlx.kv.writer import NewRows, Rope
 from pagedmlx.models.deferred_rope import DeferredRopes, not_rotated
 from pagedmlx.models.parts import Part
+from pagedmlx.models.survey import stand_ins
 from pagedmlx.ops.base import AttentionBackend, AttentionParams
 from pagedmlx.ops.context import Context, find_context
 
-LAYERS_AT_ONCE = 4
-"""Layers that are handed to the device together, where that isn't the whole step."""
+HAND_OVER_LAYERS = 4
+"""At every so many layers, the first one among them, the device is given what is built so far.
+
+On an H200, four of the 8B shape are half of the launches that MLX hands over together."""
 
 
 class GroupRows:
@@ -30,8 +33,11 @@ class GroupRows:
         group: Index of the KV group.
         window: Tokens that a query sees, itself included; None is all.
         ropes: Know of queries and keys that are not rotated yet.
+
+    Attributes:
         hands_over: Whether the device begins with the first layers while Python builds the graph
-            of the others; only where the pool is updated in place, and never in a trace.
+            of the others. Not where the model is given K and V to read: all of those would be kept
+            until the call ends.
     """
 
     def __init__(
@@ -42,7 +48,6 @@ class GroupRows:
         group: int,
         window: int | None,
         ropes: DeferredRopes,
-        hands_over: bool = False,
     ) -> None:
         self.store = store
         self.backend = backend
@@ -50,7 +55,8 @@ class GroupRows:
         self.group = group
         self.window = window
         self.ropes = ropes
-        self.hands_over = hands_over
+        can_begin = store.updates_in_place and not part.batch.is_traced
+        self.hands_over = can_begin and not part.gathers
         self._contexts: dict[int | None, Context] = {}
         self._no_mask: mx.array | None = None
 
@@ -99,7 +105,7 @@ class LayerCache:
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
         self._fetched: tuple[mx.array, mx.array] | None = None
-        self._rope: Rope | None = None
+        self._unrotated: tuple[Rope, mx.array, mx.array] | None = None
 
     @property
     def offset(self) -> Any:
@@ -126,22 +132,24 @@ class LayerCache:
             values: (S, num_kv_heads, L, v_head_dim).
 
         Returns:
-            The same arrays, which stand for each row's whole context: to be passed on to the
-            attention function as they are. For a model that reads them itself, K (S, num_kv_heads,
-            N, k_head_dim) and V likewise of all tokens that a row sees.
+            Arrays that stand for each row's whole context: to be passed on to the attention
+            function as they are. They are not the rows' own, which would be kept until the call
+            ends. For a model that reads them itself, K (S, num_kv_heads, N, k_head_dim) and V
+            likewise of all tokens that a row sees.
         """
         rows = self.rows
         slots = rows.part.batch.groups[rows.group].slot_mapping
-        self._rope = rows.ropes.take(keys)
-        if self._rope is not None:
-            self.keys, self.values = self._fetched = keys, values
-            return self._fetched
         v_head_dim = values.shape[3]
-        # Kernels take rows of one type.
-        stored = values.astype(keys.dtype) if v_head_dim else keys
-        rows.store.write(self.layer, _by_row(keys), _by_row(stored), slots)
-        self._fetched = keys, values
-        if rows.part.gathers:
+        rope = rows.ropes.take(keys)
+        if rope is not None:
+            self._unrotated = rope, keys, values
+        else:
+            # Kernels take rows of one type.
+            stored = values.astype(keys.dtype) if v_head_dim else keys
+            rows.store.write(self.layer, _by_row(keys), _by_row(stored), slots)
+        if not rows.part.gathers:
+            self._fetched = stand_ins(keys, values)
+        else:
             found = rows.store.gather_slots(self.layer, rows.context().slots)
             self._fetched = found[0].astype(keys.dtype), found[1].astype(values.dtype)
             if not v_head_dim:
@@ -184,7 +192,10 @@ class LayerCache:
         if not self._leaves_masking_to_blocks(mask):
             return None
         self.attended = True
-        by_row = _by_row(queries) if self._rope is None else self._rotate_and_write(queries)
+        if self._unrotated is None:
+            by_row = _by_row(queries)
+        else:
+            by_row = self._rotate_and_write(queries, *self._unrotated)
         output = rows.backend.attend(
             by_row,
             self.layer,
@@ -193,21 +204,23 @@ class LayerCache:
             rows.part.batch,
             AttentionParams(scale=scale, window=rows.window, sinks=sinks),
         )
-        if rows.hands_over and self.layer % LAYERS_AT_ONCE == 0:
+        if rows.hands_over and self.layer % HAND_OVER_LAYERS == 0:
             mx.async_eval(output)
         if rows.part.length == 1:
             return mx.expand_dims(output, 2)
         num_heads, head_dim = output.shape[1:]
         return output.reshape(-1, rows.part.length, num_heads, head_dim).swapaxes(1, 2)
 
-    def _rotate_and_write(self, queries: mx.array) -> mx.array:
+    def _rotate_and_write(
+        self, queries: mx.array, rope: Rope, keys: mx.array, values: mx.array
+    ) -> mx.array:
         """Write K and V, K rotated, and return the rotated queries by row."""
-        rope, self._rope = self._rope, None
-        if rope is None or rope is not self.rows.ropes.take(queries) or self._fetched is None:
+        self._unrotated = None
+        if rope is not self.rows.ropes.take(queries):
             raise not_rotated()
         batch = self.rows.part.batch
         slots = batch.groups[self.rows.group].slot_mapping
-        rows = NewRows(queries, *self._fetched, batch.positions, slots)
+        rows = NewRows(queries, keys, values, batch.positions, slots)
         return self.rows.store.write_rotated(self.layer, rows, rope)
 
     def _leaves_masking_to_blocks(self, mask: Any) -> bool:

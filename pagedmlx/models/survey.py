@@ -251,6 +251,15 @@ def _note_states(found: list[list[mx.array | None]], findings: _Findings) -> Non
     findings.states = [[None if array is None else array[:1] for array in row] for row in found]
 
 
+def stand_ins(keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+    """What a model passes on for K and V in the blocks; no maths of its own takes such shapes."""
+    lead = (3, 5, 7, 1)
+    return (
+        mx.zeros((*lead, keys.shape[3]), keys.dtype),
+        mx.zeros((*lead, values.shape[3]), values.dtype),
+    )
+
+
 def _stand_in(kind: CacheKind, call: _Call, masks: dict[int | None, mx.array]) -> Any:
     if kind.num_arrays:
         return ArraysCache(kind.num_arrays)
@@ -304,13 +313,13 @@ class _RecordingCache:
             self.problem = "keeps keys alone, whose places padding would shift"
         self.shape = LayerShape(keys.shape[1], keys.shape[3], v_head_dim)
         self.dtype = keys.dtype
-        # Where they only stand for the blocks, their shapes let no maths of the model's own pass.
-        length = call.num_tokens if call.gathers else 1
-        lead = keys.shape[:2] if call.gathers else (3, 5, 7)
-        self._fetched = (
-            mx.zeros((*lead, length, keys.shape[3]), keys.dtype),
-            mx.zeros((*lead, length, values.shape[3]), values.dtype),
-        )
+        self._fetched = stand_ins(keys, values)
+        if call.gathers:
+            lead = (*keys.shape[:2], call.num_tokens)
+            self._fetched = (
+                mx.zeros((*lead, keys.shape[3]), keys.dtype),
+                mx.zeros((*lead, values.shape[3]), values.dtype),
+            )
         self.keys, self.values = self._fetched
         return self._fetched
 

@@ -90,25 +90,19 @@ def make_work_list(
         chunks: Tokens of a chunk, or (S,) one for each sequence.
         window: Tokens that a row sees; None is all.
         table_rows: (S,) whose table each sequence has; its own if None.
-        num_padding: Rows behind them that nobody looks at. Every row needs something to attend:
-            here the first token that the first sequence does, none of their own being written.
+        num_padding: Rows behind them that nobody looks at: sequences without tokens.
     """
     num_seqs = len(num_rows)
     whose_table = np.arange(num_seqs) if table_rows is None else table_rows
     chunk = np.broadcast_to(chunks, (num_seqs,))
-    context_lens = ends
     if num_padding:
-        chunk = _extended(chunk, num_padding, MAX_CHUNK)
+        chunk = _extended(chunk, num_padding, 1)
         num_rows = _extended(num_rows, num_padding, 1)
-        lows, ends = (
-            _extended(lows, num_padding, lows[0]),
-            _extended(ends, num_padding, lows[0] + 1),
-        )
-        # A row's own token is its context's last, and so in none of these items.
-        context_lens = _extended(context_lens, num_padding, lows[0] + 2)
+        lows, ends = _extended(lows, num_padding, 0), _extended(ends, num_padding, 0)
         whose_table = _extended(whose_table, num_padding, 0)
         num_seqs += num_padding
-    counts = _counts(lows, ends, chunk)
+    # Where there are no tokens there is an item nevertheless, to write the output.
+    counts = np.maximum(_counts(lows, ends, chunk), 1)
     first_items = np.cumsum(counts) - counts
     first_rows = np.cumsum(num_rows) - num_rows
     num_items, total_rows = int(counts.sum()), int(num_rows.sum())
@@ -125,7 +119,7 @@ def make_work_list(
     items[:, 1] = num_rows[owners]
     items[:, 2] = np.maximum(lows[owners], index * chunk[owners])
     items[:, 3] = np.minimum(ends[owners], (index + 1) * chunk[owners])
-    items[:, 4] = context_lens[owners]
+    items[:, 4] = ends[owners]
     items[:, 5] = tables_at + whose_table[owners] * width
     items[:, 6] = np.arange(num_items)
     rows = plan[merge_at:tables_at].reshape(total_rows, MERGE_ROW)

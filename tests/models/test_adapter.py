@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -20,8 +21,9 @@ from pagedmlx.core.groups import KVGroupKind
 from pagedmlx.errors import UnsupportedModelError
 from pagedmlx.kv.layout import LayerShape
 from pagedmlx.kv.store import KVStore
+from pagedmlx.kv.writer import PoolWriter
 from pagedmlx.models.adapter import ModelAdapter
-from pagedmlx.models.layer_cache import LAYERS_AT_ONCE
+from pagedmlx.models.layer_cache import HAND_OVER_LAYERS, LayerCache
 from pagedmlx.models.parts import RowLayout
 from pagedmlx.ops import make_backend
 from pagedmlx.ops.base import PagedBatch
@@ -36,7 +38,7 @@ from tests.support.tiny_models import (
     build_model,
     tiny_model,
 )
-from tests.support.token_writer import TokenWriter
+from tests.support.token_writer import RotatingTokenWriter, TokenWriter
 
 NAMES = (*sorted(CONFIGS), *GATHERED, *HYBRID)
 
@@ -247,7 +249,7 @@ def test_a_refusal_or_a_close_leaves_mlx_lm_as_it_was() -> None:
 def test_a_gpu_begins_with_the_first_layers_while_the_graph_of_others_is_built(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config = {**CONFIGS["llama"], "num_hidden_layers": 2 * LAYERS_AT_ONCE + 1}
+    config = {**CONFIGS["llama"], "num_hidden_layers": 2 * HAND_OVER_LAYERS + 1}
     loaded = replace(tiny_model(), model=build_model(config))
     handed: list[tuple[int, ...]] = []
     monkeypatch.setattr(mx, "async_eval", lambda *arrays: handed.extend(a.shape for a in arrays))
@@ -258,3 +260,30 @@ def test_a_gpu_begins_with_the_first_layers_while_the_graph_of_others_is_built(
             host = make_batch([(0, 5)], block_size=4, num_blocks=8, rng=np.random.default_rng(0))
             adapter.forward(PagedBatch(host), store)
         assert [shape[0] for shape in handed] == [5] * num_times
+
+
+@pytest.mark.parametrize("writer", [TokenWriter(), RotatingTokenWriter()])
+def test_what_layers_have_stored_is_kept_by_none_of_them(
+    writer: PoolWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {**CONFIGS["llama"], "num_hidden_layers": 2 * HAND_OVER_LAYERS + 1}
+    loaded = replace(tiny_model(), model=build_model(config))
+    stored: list[weakref.ref[mx.array]] = []
+    num_kept: list[int] = []
+    update = LayerCache.update_and_fetch
+
+    def update_and_fetch(self: LayerCache, keys: mx.array, values: mx.array) -> Any:
+        stored.extend((weakref.ref(keys), weakref.ref(values)))
+        return update(self, keys, values)
+
+    def async_eval(*_: mx.array) -> None:
+        num_kept.append(sum(ref() is not None for ref in stored))
+
+    with ModelAdapter(loaded, make_backend("auto"), block_size=4) as adapter:
+        store = KVStore(adapter.layout, (8,), writer=writer)
+        host = make_batch([(0, 5)], block_size=4, num_blocks=8, rng=np.random.default_rng(0))
+        monkeypatch.setattr(LayerCache, "update_and_fetch", update_and_fetch)
+        monkeypatch.setattr(mx, "async_eval", async_eval)
+        adapter.forward(PagedBatch(host), store)
+    assert len(num_kept) == 3
+    assert max(num_kept) <= 2, "more than one layer's"

@@ -95,13 +95,14 @@ def make_case(
 def write_step(case: Case, dtype: mx.Dtype | None = None) -> None:
     """Write the step's rows once more, as a model does: all at once, at the batch's slots."""
     counts = np.diff(case.batch.host.query_start_loc)
-    keys, values = (
-        mx.array(
-            np.concatenate([a[len(a) - n :] for a, n in zip(arrays, counts, strict=True)])
-        ).astype(dtype or case.queries.dtype)
-        for arrays in (case.keys, case.values)
-    )
-    case.store.write(0, keys, values, case.batch.groups[0].slot_mapping)
+
+    def newest(arrays: list[np.ndarray]) -> mx.array:
+        rows = [a[len(a) - n :] for a, n in zip(arrays, counts, strict=True)]
+        padding = np.zeros((case.batch.num_padding, *arrays[0].shape[1:]))
+        return mx.array(np.concatenate([*rows, padding])).astype(dtype or case.queries.dtype)
+
+    slots = case.batch.groups[0].slot_mapping
+    case.store.write(0, newest(case.keys), newest(case.values), slots)
 
 
 def dense_attention(
