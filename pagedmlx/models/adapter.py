@@ -128,7 +128,7 @@ class ModelAdapter:
             store: The pool that it will run over.
         """
         num_rows = host.num_rows
-        if not self._takes_padding(store):
+        if not self.takes_padding(store):
             return PagedBatch(host)
         if host.only_decodes:
             return PagedBatch(host, bucket(num_rows, DECODE_SIZES) - num_rows)
@@ -136,7 +136,8 @@ class ModelAdapter:
             return PagedBatch(host, -num_rows % ROW_MULTIPLE)
         return PagedBatch(host)
 
-    def _takes_padding(self, store: KVStore) -> bool:
+    def takes_padding(self, store: KVStore) -> bool:
+        """Whether a step over this pool may have rows of padding."""
         is_one_call = self.row_layout is RowLayout.TOKEN_ROWS
         return is_one_call and store.updates_in_place and self.backend.takes_padding
 

@@ -24,6 +24,7 @@ from pagedmlx.ops.base import PagedBatch
 Tokens = npt.NDArray[np.integer[Any]]
 
 NUM_DECODES = 3
+_NUM_PADDING = 2
 MAX_PROMPT_TOKENS = 640
 """A window longer than this isn't passed: that would make big models slow to load."""
 
@@ -173,12 +174,15 @@ class _Probe:
 
 
 def _step(adapter: ModelAdapter, store: KVStore, parts: list[tuple[_Probe, Tokens]]) -> mx.array:
-    """Run the next tokens of some sequences; logits (S, vocab_size) of the last of each.
+    """Run the next tokens of some sequences; logits (S or more, vocab_size) of the last of each.
 
     Args:
         adapter: The model.
         store: The pool.
         parts: Sequences with their tokens, those with a single one first or none of them.
+
+    Returns:
+        Steps that decode have padding where they may, whose logits are the last.
     """
     spans = [(probe.start, len(tokens)) for probe, tokens in parts]
     widths = [-(-sum(span) // adapter.layout.block_size) for span in spans]
@@ -192,7 +196,8 @@ def _step(adapter: ModelAdapter, store: KVStore, parts: list[tuple[_Probe, Token
         token_ids=np.concatenate([tokens for _, tokens in parts]).astype(np.int32),
         sequences=tuple(probe.sequence for probe, _ in parts),
     )
-    logits = adapter.forward(PagedBatch(host), store)
+    is_padded = host.only_decodes and adapter.takes_padding(store)
+    logits = adapter.forward(PagedBatch(host, _NUM_PADDING if is_padded else 0), store)
     store.submit(logits)
     for probe, tokens in parts:
         probe.start += len(tokens)

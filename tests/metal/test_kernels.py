@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pagedmlx.kv.layout import AxisOrder
-from pagedmlx.ops.base import AttentionParams, PagedBatch
+from pagedmlx.ops.base import AttentionParams
 from pagedmlx.ops.in_place import InPlaceWriter
 from pagedmlx.ops.kernels import KernelBackend, unsupported
 from pagedmlx.ops.variants import PoolShape
@@ -20,7 +20,7 @@ from tests.metal.check import Report, check
 from tests.metal.cuda_map import with_cuda_map
 from tests.metal.launcher import FiberLauncher, RecordingLauncher
 from tests.metal.source import parse
-from tests.support.attention import make_case, to_numpy, write_step
+from tests.support.attention import make_case, planned_ahead, to_numpy, write_step
 
 # Of the tolerance that the GPU is given: sums here are as exact as float32 is.
 MAX_DEVIATION = 0.25
@@ -172,16 +172,8 @@ def test_rows_of_padding_read_nothing_and_are_zeros(decode, split, sinks):
         writer=InPlaceWriter(launcher),
     )
     backend, params = variant.backend(launcher), variant.params()
-    case.attend(backend, params)
-    num_padding = 3
-    padded = replace(
-        case,
-        batch=PagedBatch(case.batch.host, num_padding),
-        queries=mx.concatenate([case.queries, mx.full((num_padding, 10, 64), mx.nan, mx.float16)]),
-    )
+    padded = planned_ahead(case, backend, params, num_padding=3)
     write_step(padded)
-    plans = backend.plan_ahead(padded.batch)
-    backend.follow(padded.batch, plans, [mx.array(array) for array in plans.arrays])
     launcher.executed.clear()
     output = padded.attend(backend, params)
     np.testing.assert_allclose(output[:2], case.expected(params), rtol=4e-3, atol=4e-3)

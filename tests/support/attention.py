@@ -14,6 +14,7 @@ from pagedmlx.kv.layout import AxisOrder, KVLayout, LayerShape
 from pagedmlx.kv.store import KVStore
 from pagedmlx.kv.writer import PoolWriter
 from pagedmlx.ops.base import AttentionBackend, AttentionParams, PagedBatch
+from pagedmlx.ops.kernels import KernelBackend
 from tests.support.batches import make_batch, slots_of
 
 # Rounding of the inputs, of the weights and of the output; each is a few units in the last place.
@@ -90,6 +91,19 @@ def make_case(
     store.commit()
     queries = _random(rng, (host.num_rows, num_kv_heads * factor, k_head_dim), mlx_dtype)
     return Case(store, PagedBatch(host), queries, keys, values, dtype)
+
+
+def planned_ahead(
+    case: Case, backend: KernelBackend, params: AttentionParams, num_padding: int
+) -> Case:
+    """The same step of single rows, planned as if compiled; the queries of its padding are NaN."""
+    case.attend(backend, params)  # shows it the layers
+    batch = PagedBatch(case.batch.host, num_padding)
+    plans = backend.plan_ahead(batch)
+    assert plans is not None, "not a step of single rows"
+    backend.follow(batch, plans, list(map(mx.array, plans.arrays)))
+    nothing = mx.full((num_padding, *case.queries.shape[1:]), mx.nan, case.queries.dtype)
+    return replace(case, batch=batch, queries=mx.concatenate([case.queries, nothing]))
 
 
 def write_step(case: Case, dtype: mx.Dtype | None = None) -> None:
