@@ -39,6 +39,8 @@ from scripts.report import note, numbers, save
 from scripts.shapes import load, make_engine
 
 NUM_ROUNDS = 5
+NUM_WARM_ROUNDS = 11
+"""Of ``warm``: steps of a shape are compiled when it has come a few times."""
 TURN = 24
 """Steps of a turn of ``cascade``; the first few fill the pipeline and don't count."""
 NUM_FILLING = 4
@@ -108,7 +110,7 @@ class Measurements:
         seconds: dict[str, list[float]] = {"cold": [], "warm": []}
         cached = 0
         with self._engine(num_tokens=64_000) as engine:
-            for number in range(NUM_ROUNDS + 1):
+            for number in range(NUM_WARM_ROUNDS + 1):
                 prompt = self._prompt(4096)
                 again = prompt[: self._scaled(4000)] + self._prompt(96)
                 for name, text in (("cold", prompt), ("warm", again)):

@@ -16,7 +16,7 @@ from pagedmlx.kv.layout import KVLayout
 from pagedmlx.kv.states import States
 from pagedmlx.kv.store import KVStore
 from pagedmlx.models.cache_tree import read_caches
-from pagedmlx.models.compiled import CompiledDecode, PlansAhead
+from pagedmlx.models.compiled import CompiledSteps, PlansAhead
 from pagedmlx.models.deferred_rope import DeferredRopes, find_deferrable_ropes
 from pagedmlx.models.hook import install_hook
 from pagedmlx.models.layer_cache import GroupRows, LayerCache
@@ -34,6 +34,8 @@ ROW_MULTIPLE = 64
 """Rows that a GPU multiplies at a time at least."""
 MIN_PADDED_ROWS = 256
 """Arrays of fewer rows are small."""
+SHORT_MULTIPLE = 16
+"""Rows of a step that may be compiled have a multiple of this, if there are prompts among them."""
 DECODE_SIZES = 4
 """Of steps that decode, from one power of 2 to the next: a quarter is added to the rows at most."""
 
@@ -90,7 +92,7 @@ class ModelAdapter:
         self.loaded = loaded
         self.backend = backend
         self._model: Any = loaded.model
-        self._compiled: tuple[KVStore, CompiledDecode] | None = None
+        self._compiled: tuple[KVStore, CompiledSteps] | None = None
         self._ropes: DeferredRopes | None = None
         self._tree = read_caches(loaded.model, loaded.model_type)
         self._hook = install_hook(loaded.model)
@@ -120,8 +122,8 @@ class ModelAdapter:
         """A step for the device, with rows of padding where that lets steps resemble each other.
 
         Prompts of ever new sizes would have all arrays allocated anew, which takes a GPU's driver
-        longer than some rows more take the GPU. And decode steps of few sizes are soon compiled,
-        however many sequences come and go.
+        longer than some rows more take the GPU. And steps of few sizes are soon compiled, however
+        many sequences come and go.
 
         Args:
             host: The step.
@@ -132,8 +134,10 @@ class ModelAdapter:
             return PagedBatch(host)
         if host.only_decodes:
             return PagedBatch(host, bucket(num_rows, DECODE_SIZES) - num_rows)
-        if host.num_decodes < num_rows and num_rows > MIN_PADDED_ROWS:
+        if num_rows > MIN_PADDED_ROWS:
             return PagedBatch(host, -num_rows % ROW_MULTIPLE)
+        if isinstance(self.backend, PlansAhead) and self.backend.can_plan_ahead(host):
+            return PagedBatch(host, -num_rows % SHORT_MULTIPLE)
         return PagedBatch(host)
 
     def takes_padding(self, store: KVStore) -> bool:
@@ -158,16 +162,15 @@ class ModelAdapter:
         if self.row_layout is not RowLayout.TOKEN_ROWS:
             return self._run_sequences(batch, store)
         if store.updates_in_place and isinstance(self.backend, PlansAhead):
-            # Compiled steps sample from every row, and so have none that only embeds.
             logits = self._compiled_for(store, self.backend)(batch)
             if logits is not None:
                 return ModelOutput(logits)
         return self._run_tokens(batch, store)
 
-    def _compiled_for(self, store: KVStore, backend: PlansAhead) -> CompiledDecode:
+    def _compiled_for(self, store: KVStore, backend: PlansAhead) -> CompiledSteps:
         if self._compiled is None or self._compiled[0] is not store:
             self.drop_graphs()
-            self._compiled = store, CompiledDecode(self._logits_of_tokens, backend, store)
+            self._compiled = store, CompiledSteps(self._logits_of_tokens, backend, store)
         return self._compiled[1]
 
     def _logits_of_tokens(self, batch: PagedBatch, store: KVStore) -> mx.array:
@@ -216,10 +219,7 @@ class ModelAdapter:
             for layer in group.layers:
                 caches[layer] = LayerCache(layer, rows)
         states = self._take_states(part, store, caches)
-        sample_rows: list[int] = part.batch.host.sample_rows.tolist()
-        # With no row to sample from, one row goes to the head but is never computed.
-        selected = mx.array(sample_rows or [0])
-        num_rows = part.batch.num_rows
+        num_samples, num_rows = len(part.batch.host.sample_rows), part.batch.num_rows
         pooled: mx.array | None = None
 
         def select(hidden: mx.array) -> mx.array:
@@ -228,7 +228,10 @@ class ModelAdapter:
             if hidden.shape[1] > 1:
                 by_row = hidden.reshape(num_rows, 1, hidden.shape[-1])
             pooled = _pool(by_row, part.batch.host.pooled)
-            return by_row if len(sample_rows) == part.batch.host.num_rows else by_row[selected]
+            if num_samples == part.batch.host.num_rows:
+                return by_row
+            # With no row to sample from, one goes to the head but is never computed.
+            return by_row[part.batch.sample_rows] if num_samples else by_row[:1]
 
         with self._selection.using(select), ropes.using(part.offset):
             logits = self._model(part.token_ids, cache=self._tree.arrange(caches))
@@ -245,7 +248,7 @@ class ModelAdapter:
                 host.context_lens.tolist(),
                 States(tuple(tuple(each.cache) for each in states)),
             )
-        if not sample_rows:
+        if not num_samples:
             return ModelOutput(mx.zeros((0, self.vocab_size), dtype=logits.dtype), pooled)
         return ModelOutput(logits.squeeze(1), pooled)
 

@@ -1,7 +1,8 @@
-"""CompiledDecode: decode steps of a shape that has come before, as one compiled graph.
+"""CompiledSteps: steps of a shape that has come before, as one compiled graph.
 
 Building a step's graph in Python takes longer than a GPU takes to compute it, and decoding builds
-the same graph over and over. Only metadata differs, and that goes in as arrays.
+the same graph over and over, short prompts behind a cached beginning often. Only metadata differs,
+and that goes in as arrays.
 """
 
 from __future__ import annotations
@@ -44,6 +45,10 @@ class Plans(Protocol):
 class PlansAhead(Protocol):
     """A backend whose plans can be made before the model runs."""
 
+    def can_plan_ahead(self, host: BatchArrays) -> bool:
+        """Whether a step can be planned so."""
+        ...
+
     def plan_ahead(self, batch: PagedBatch) -> Any:
         """The step's plans, or None if it must take the usual way."""
         ...
@@ -53,11 +58,11 @@ class PlansAhead(Protocol):
         ...
 
 
-class CompiledDecode:
-    """Runs decode steps; every step of one shape after the first few is a compiled graph.
+class CompiledSteps:
+    """Runs steps that are planned ahead; of one shape, all but the first few by a compiled graph.
 
     Args:
-        run: The model over a batch: writes K and V and returns logits for every row.
+        run: The model over a batch: writes K and V and returns logits.
         backend: Plans ahead.
         store: The pool, updated in place.
     """
@@ -74,17 +79,16 @@ class CompiledDecode:
     def __call__(self, batch: PagedBatch) -> mx.array | None:
         """The step's logits, those of padding behind them; None if it must take the usual way."""
         host = batch.host
-        if not host.only_decodes:
+        if host.pooled or not len(host.sample_rows):
             return None
         plans = self._backend.plan_ahead(batch)
         if plans is None:
             return None
-        shape = (batch.num_rows, plans.shape)
-        graph = self._graph(shape, batch, plans)
+        metadata = _Metadata.of(batch, plans)
+        graph = self._graph((metadata, plans.shape), batch, plans)
         if graph is None:
             self._backend.follow(batch, plans, [mx.array(array) for array in plans.arrays])
             return None
-        metadata = _Metadata.of(batch, plans)
         logits, token = graph(batch.token_ids, metadata.packed(host, plans), self._store.token)
         self._store.wrote(token)
         return logits
@@ -124,9 +128,12 @@ class CompiledDecode:
         def step(
             token_ids: mx.array, packed: mx.array, token: mx.array
         ) -> tuple[mx.array, mx.array]:
-            slots, positions, arrays = metadata.unpacked(packed)
+            slots, positions, sample_rows, arrays = metadata.unpacked(packed)
             batch = PagedBatch(host, num_padding, is_traced=True).given(
-                token_ids=token_ids, positions=positions, slot_mappings=slots
+                token_ids=token_ids,
+                positions=positions,
+                sample_rows=sample_rows,
+                slot_mappings=slots,
             )
             kept = self._store.token
             self._backend.follow(batch, plans, arrays)
@@ -146,33 +153,44 @@ class _Metadata:
     Attributes:
         num_rows: P, as in ``PagedBatch``.
         num_groups: KV groups.
+        num_samples: Rows whose logits are needed; 0 if these are all that are no padding.
         sizes: Elements of the plans' arrays.
     """
 
     num_rows: int
     num_groups: int
+    num_samples: int
     sizes: tuple[int, ...]
 
     @staticmethod
     def of(batch: PagedBatch, plans: Plans) -> _Metadata:
         """The layout for a step."""
+        host = batch.host
+        num_samples = len(host.sample_rows) if len(host.sample_rows) < host.num_rows else 0
         sizes = tuple(array.size for array in plans.arrays)
-        return _Metadata(batch.num_rows, len(batch.host.groups), sizes)
+        return _Metadata(batch.num_rows, len(host.groups), num_samples, sizes)
 
     def packed(self, host: BatchArrays, plans: Plans) -> mx.array:
-        """A step's slots (in 64 bits, so first), positions and plans: int32."""
-        width = max(self.num_rows, MIN_ELEMENTS)
-        slots = np.full((self.num_groups, width), NO_BLOCK, np.int64)
+        """A step's slots (in 64 bits, so first), positions, rows to sample and plans: int32."""
+        slots = np.full((self.num_groups, self._width), NO_BLOCK, np.int64)
         for row, group in zip(slots, host.groups, strict=True):
             row[: host.num_rows] = group.slot_mapping
-        positions = np.zeros(width, np.int32)
+        positions = np.zeros(self._width, np.int32)
         positions[: host.num_rows] = host.positions
-        return mx.array(np.concatenate([slots.ravel().view(np.int32), positions, *plans.arrays]))
+        samples = host.sample_rows[: self.num_samples]
+        parts = [slots.ravel().view(np.int32), positions, samples, *plans.arrays]
+        return mx.array(np.concatenate(parts))
 
-    def unpacked(self, packed: mx.array) -> tuple[list[mx.array], mx.array, list[mx.array]]:
-        """Views of each group's slots, the positions, and each plan."""
-        width = max(self.num_rows, MIN_ELEMENTS)
-        ends = np.cumsum([*[2 * width] * self.num_groups, width, *self.sizes])[:-1]
-        parts = mx.split(packed, ends.tolist())
-        slots = [part.view(mx.int64) for part in parts[: self.num_groups]]
-        return slots, parts[self.num_groups], list(parts[self.num_groups + 1 :])
+    def unpacked(
+        self, packed: mx.array
+    ) -> tuple[list[mx.array], mx.array, mx.array | None, list[mx.array]]:
+        """Views of each group's slots, the positions, the rows to sample, and each plan."""
+        width, samples = self._width, [self.num_samples] if self.num_samples else []
+        ends = np.cumsum([*[2 * width] * self.num_groups, width, *samples, *self.sizes])
+        parts = iter(mx.split(packed, ends[:-1].tolist()))
+        slots = [next(parts).view(mx.int64) for _ in range(self.num_groups)]
+        return slots, next(parts), next(parts) if samples else None, list(parts)
+
+    @property
+    def _width(self) -> int:
+        return max(self.num_rows, MIN_ELEMENTS)

@@ -71,6 +71,11 @@ class PagedBatch:
         return mx.array(padded(_with_rows(self.host.positions, self.num_padding)))
 
     @cached_property
+    def sample_rows(self) -> mx.array:
+        """(R,) int32."""
+        return mx.array(self.host.sample_rows)
+
+    @cached_property
     def context_lens(self) -> mx.array:
         """(S,) int32."""
         return mx.array(self.host.context_lens)
@@ -85,6 +90,7 @@ class PagedBatch:
         *,
         token_ids: mx.array,
         positions: mx.array | None = None,
+        sample_rows: mx.array | None = None,
         slot_mappings: Sequence[mx.array] = (),
     ) -> PagedBatch:
         """The same step with arrays that are on the device already.
@@ -92,6 +98,7 @@ class PagedBatch:
         Args:
             token_ids: See above.
             positions: Likewise.
+            sample_rows: Likewise.
             slot_mappings: One for each KV group, or none.
         """
         batch = PagedBatch(self.host, self.num_padding, self.is_traced)
@@ -99,6 +106,8 @@ class PagedBatch:
         vars(batch)["token_ids"] = token_ids
         if positions is not None:
             vars(batch)["positions"] = positions
+        if sample_rows is not None:
+            vars(batch)["sample_rows"] = sample_rows
         for group, slots in zip(batch.groups if slot_mappings else (), slot_mappings, strict=True):
             vars(group)["slot_mapping"] = slots
         return batch

@@ -161,7 +161,12 @@ class DecodePlanner:
         return self._split(work, whole, cascade)
 
     def plan_rows(
-        self, host: BatchArrays, sequence: int, group: int, base: DecodeVariant
+        self,
+        host: BatchArrays,
+        sequence: int,
+        group: int,
+        base: DecodeVariant,
+        num_padding: int = 0,
     ) -> Decode:
         """Plan a short chunk of a prompt: each row as a sequence of its own.
 
@@ -173,6 +178,7 @@ class DecodePlanner:
             sequence: Which sequence; a whole block at least lies before its rows.
             group: The KV group.
             base: What is fixed for these layers.
+            num_padding: Rows behind its own that nobody looks at.
         """
         first_row, end_row = host.query_start_loc[sequence : sequence + 2].tolist()
         num_rows, end = end_row - first_row, int(host.context_lens[sequence])
@@ -187,7 +193,9 @@ class DecodePlanner:
         groups_per_item = whole.pool.num_kv_heads * whole.parts
         chunk = choose_chunk(cascade.lows, ends, groups_per_item, self._wave)
         ones = np.ones(num_rows, np.int32)
-        work = make_work_list(ones, cascade.lows, ends, table, chunk, None, np.zeros_like(rows))
+        work = make_work_list(
+            ones, cascade.lows, ends, table, chunk, None, np.zeros_like(rows), num_padding
+        )
         return replace(self._split(work, whole, cascade), writing=None)
 
     def idle_works(self, base: DecodeVariant) -> list[Decode]:

@@ -7,7 +7,7 @@ that isn't faster, through ``chunks``.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -178,31 +178,43 @@ class KernelBackend:
         self._planner.cascades.thresholds.clear()
         self._chooser.may_take_rows = False
 
-    def plan_ahead(self, batch: PagedBatch) -> DecodePlans | None:
-        """Plan a step before the model runs, for the kinds of layers that the last step had.
+    def can_plan_ahead(self, host: BatchArrays) -> bool:
+        """Whether all of a step's rows are attended like those that decode.
+
+        False before any step has shown the layers.
+        """
+        return bool(self._kinds) and all(
+            num_rows <= MAX_ROWS
+            or self._chooser.takes_rows(
+                self._planner.prefill_variant(base), num_rows, num_tokens, is_masked
+            )
+            for (_, window, _), base in self._kinds.items()
+            for num_rows, num_tokens, is_masked in _seen(host, window)
+        )
+
+    def plan_ahead(self, batch: PagedBatch) -> StepPlans | None:
+        """Plan a step before the model runs, for the kinds of layers that steps before had.
 
         Returns:
-            None for a step with more than single rows, or before any step has shown the layers.
+            None if it can't be planned ahead.
         """
-        host = batch.host
-        if not self._kinds or host.num_rows != host.num_decodes:
+        if not self.can_plan_ahead(batch.host):
             return None
-        sequences = np.arange(host.num_rows)
-        return DecodePlans(
+        return StepPlans(
             tuple(self._kinds),
             tuple(
-                self._planner.plan(host, sequences, group, window, base, batch.num_padding)
+                self._make_plan(batch, group, window, base)
                 for (group, window, _), base in self._kinds.items()
             ),
         )
 
-    def follow(self, batch: PagedBatch, plans: DecodePlans, arrays: Sequence[mx.array]) -> None:
+    def follow(self, batch: PagedBatch, plans: StepPlans, arrays: Sequence[mx.array]) -> None:
         """Take these plans for a batch, their arrays being on the device."""
         self._batch = batch
         taken = iter(arrays)
         self._plans = {
-            key: (_Part(slice(0, work.num_rows), work.with_plans(taken)),)
-            for key, work in zip(plans.keys, plans.works, strict=True)
+            key: tuple(part.with_plans(taken) for part in parts)
+            for key, parts in zip(plans.keys, plans.parts, strict=True)
         }
 
     def _plan(
@@ -221,7 +233,8 @@ class KernelBackend:
         key = (group, params.window, id(base))
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = self._make_plan(batch.host, group, params.window, base)
+            parts = self._make_plan(batch, group, params.window, base)
+            plan = self._plans[key] = tuple(part.with_plans() for part in parts)
             self._kinds[key] = base
         return plan
 
@@ -248,9 +261,13 @@ class KernelBackend:
         return variant
 
     def _make_plan(
-        self, host: BatchArrays, group: int, window: int | None, base: DecodeVariant
+        self, batch: PagedBatch, group: int, window: int | None, base: DecodeVariant
     ) -> tuple[_Part, ...]:
-        """Cut a step's sequences, in their order, into runs that are attended in the same way."""
+        """Cut a step's sequences, in their order, into runs that are attended in the same way.
+
+        Padding belongs to the last one, if that is attended like rows that decode.
+        """
+        host = batch.host
         gather = self._gathers.setdefault(
             (base.pool, base.dtype), GatherVariant(base.pool, base.dtype)
         )
@@ -259,10 +276,13 @@ class KernelBackend:
         ways = self._ways(host, window, self._planner.prefill_variant(base))
         for way, run in itertools.groupby(range(len(ways)), ways.__getitem__):
             sequences = np.array(list(run))
+            padding = batch.num_padding if sequences[-1] == len(ways) - 1 else 0
             works: Iterable[Decode | Prefill | Chunk]
             match way:
                 case PrefillPath.ROWS:
-                    works = [self._planner.plan_rows(host, s, group, base) for s in sequences]
+                    *others, last = sequences.tolist()
+                    works = [self._planner.plan_rows(host, each, group, base) for each in others]
+                    works.append(self._planner.plan_rows(host, last, group, base, padding))
                 case PrefillPath.KERNEL:
                     prefill = self._planner.prefill_variant(base)
                     works = plan_prefill(host, sequences, group, window, prefill)
@@ -273,11 +293,9 @@ class KernelBackend:
                         num_gathered += -(-chunk.num_tokens // ALIGNMENT) * ALIGNMENT
                         works.append(chunk)
                 case _:
-                    works = [self._planner.plan(host, sequences, group, window, base)]
+                    works = [self._planner.plan(host, sequences, group, window, base, padding)]
             for work in works:
                 row = parts[-1].rows.stop if parts else 0
-                if isinstance(work, Decode):
-                    work = work.with_plans(map(mx.array, work.plans))
                 parts.append(_Part(slice(row, row + work.num_rows), work))
         if num_gathered:
             self._scratch.reserve(gather, num_gathered)
@@ -287,39 +305,22 @@ class KernelBackend:
         self, host: BatchArrays, window: int | None, variant: PrefillVariant
     ) -> list[PrefillPath | int]:
         """How each sequence is attended; those with few rows by numbers, alike where together."""
-        counts = np.diff(host.query_start_loc)
-        ways: list[PrefillPath | int] = []
-        for num_rows, end in zip(counts.tolist(), host.context_lens.tolist(), strict=True):
-            if num_rows <= MAX_ROWS:
-                ways.append(1 if num_rows == 1 else MAX_ROWS)
-                continue
-            is_masked = window is not None and end > window
-            num_tokens = min(end, num_rows + window - 1) if window is not None else end
-            ways.append(self._chooser.choose(variant, num_rows, num_tokens, is_masked))
-        return ways
+        return [
+            self._chooser.choose(variant, num_rows, num_tokens, is_masked)
+            if num_rows > MAX_ROWS
+            else min(num_rows, 2)
+            for num_rows, num_tokens, is_masked in _seen(host, window)
+        ]
 
 
-@dataclass(frozen=True, slots=True)
-class DecodePlans:
-    """What a step of single rows does in every kind of layer.
-
-    Attributes:
-        keys: The kinds of layers.
-        works: Their plans.
-    """
-
-    keys: tuple[tuple[int, int | None, int], ...]
-    works: tuple[Decode, ...]
-
-    @property
-    def arrays(self) -> list[Int32Array]:
-        """What differs from step to step, not on the device yet."""
-        return [np.asarray(plan) for work in self.works for plan in work.plans]
-
-    @property
-    def shape(self) -> tuple[object, ...]:
-        """What must agree for two steps to be the same graph."""
-        return tuple((key, *work.shape) for key, work in zip(self.keys, self.works, strict=True))
+def _seen(host: BatchArrays, window: int | None) -> Iterator[tuple[int, int, bool]]:
+    """Each sequence's rows, the tokens that any of them sees, and whether a window hides some."""
+    counts = np.diff(host.query_start_loc)
+    for num_rows, end in zip(counts.tolist(), host.context_lens.tolist(), strict=True):
+        if window is None:
+            yield num_rows, end, False
+        else:
+            yield num_rows, min(end, num_rows + window - 1), end > window
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,6 +329,42 @@ class _Part:
 
     rows: slice
     work: Decode | Prefill | Chunk
+
+    def with_plans(self, arrays: Iterator[mx.array] | None = None) -> _Part:
+        """The same with its plans on the device: taken from there, or put there."""
+        if not isinstance(self.work, Decode):
+            return self
+        plans = map(mx.array, self.work.plans) if arrays is None else arrays
+        return _Part(self.rows, self.work.with_plans(plans))
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlans:
+    """What a step does in every kind of layer, where that is planned ahead.
+
+    Attributes:
+        keys: The kinds of layers.
+        parts: The rows of each, all of them attended like rows that decode.
+    """
+
+    keys: tuple[tuple[int, int | None, int], ...]
+    parts: tuple[tuple[_Part, ...], ...]
+
+    @property
+    def arrays(self) -> list[Int32Array]:
+        """What differs from step to step, not on the device yet."""
+        works = [part.work for parts in self.parts for part in parts]
+        return [
+            np.asarray(plan) for work in works if isinstance(work, Decode) for plan in work.plans
+        ]
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """What must agree for two steps to be the same graph."""
+        return tuple(
+            (key, *(part.work.shape for part in parts if isinstance(part.work, Decode)))
+            for key, parts in zip(self.keys, self.parts, strict=True)
+        )
 
 
 def unsupported(pool: PoolShape, factor: int) -> str | None:

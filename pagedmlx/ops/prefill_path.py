@@ -80,15 +80,10 @@ class PrefillChooser:
         """
         if self._path is PrefillPath.GATHER or not variant.is_supported:
             return PrefillPath.GATHER
-        num_before = num_tokens - num_rows
-        can_be_rows = not is_masked and num_before >= variant.pool.block_size
+        if self.takes_rows(variant, num_rows, num_tokens, is_masked):
+            return PrefillPath.ROWS
         if self._path is not PrefillPath.AUTO:
-            return self._path if can_be_rows else PrefillPath.KERNEL
-        is_short = num_rows <= _MAX_ROWS and num_before >= _MIN_BEFORE
-        if can_be_rows and is_short and self.may_take_rows:
-            num_tiles = -(-num_rows * variant.factor // variant.vectors)
-            if 2 * num_tiles * variant.pool.num_kv_heads <= self._wave:
-                return PrefillPath.ROWS
+            return PrefillPath.KERNEL
         on_cuda = self._platform is Platform.CUDA
         if not _is_small(variant) or (on_cuda and not self._needs_plan(variant)):
             return PrefillPath.GATHER
@@ -100,6 +95,20 @@ class PrefillChooser:
         if len(self._work) > _MAX_SHAPES:
             self._work.popitem(last=False)
         return PrefillPath.KERNEL if spent < PLAN_WORK else PrefillPath.GATHER
+
+    def takes_rows(
+        self, variant: PrefillVariant, num_rows: int, num_tokens: int, is_masked: bool
+    ) -> bool:
+        """Whether ``choose`` would take the rows of a chunk one by one."""
+        num_before = num_tokens - num_rows
+        if not variant.is_supported or is_masked or num_before < variant.pool.block_size:
+            return False
+        if self._path is not PrefillPath.AUTO:
+            return self._path is PrefillPath.ROWS
+        is_short = num_rows <= _MAX_ROWS and num_before >= _MIN_BEFORE
+        num_tiles = -(-num_rows * variant.factor // variant.vectors)
+        is_small = 2 * num_tiles * variant.pool.num_kv_heads <= self._wave
+        return self.may_take_rows and is_short and is_small
 
     def keeps_scores(self, variant: PrefillVariant) -> bool:
         """Whether chunks may go by an attention that keeps all of their scores at once."""

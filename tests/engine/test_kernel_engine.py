@@ -18,7 +18,7 @@ from pagedmlx.core.sequence import Sequence
 from pagedmlx.engine import build, memory
 from pagedmlx.engine.outputs import Job
 from pagedmlx.models import adapter, compiled
-from pagedmlx.models.compiled import CompiledDecode, Plans
+from pagedmlx.models.compiled import CompiledSteps, Plans
 from pagedmlx.ops.base import PagedBatch
 from pagedmlx.ops.in_place import InPlaceWriter
 from pagedmlx.ops.kernels import KernelBackend
@@ -204,10 +204,10 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     For each step the number of steps that its graph had served before.
     """
-    trace = CompiledDecode._trace
+    trace = CompiledSteps._trace
     replayed: list[int] = []
 
-    def keep_pools(self: CompiledDecode, like: PagedBatch, plans: Plans) -> Callable[..., Any]:
+    def keep_pools(self: CompiledSteps, like: PagedBatch, plans: Plans) -> Callable[..., Any]:
         step, store, times = trace(self, like, plans), self._store, itertools.count()
         pools = dict(store._pools)
 
@@ -221,7 +221,7 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
         return replay
 
-    monkeypatch.setattr(CompiledDecode, "_trace", keep_pools)
+    monkeypatch.setattr(CompiledSteps, "_trace", keep_pools)
     monkeypatch.setattr(compiled, "MIN_USES", 1)
     monkeypatch.setattr(mx, "compile", lambda function: function)
     return replayed

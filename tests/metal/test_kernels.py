@@ -182,6 +182,32 @@ def test_rows_of_padding_read_nothing_and_are_zeros(decode, split, sinks):
     assert words == ({"decode", "merge"} if split else {"decode"})
 
 
+@pytest.mark.parametrize("spans", [[(64, 12)], [(40, 1), (299, 1), (64, 12), (33, 9)], [(30, 4)]])
+def test_short_chunks_are_planned_ahead_with_padding_like_rows_that_decode(spans):
+    launcher = FiberLauncher()
+    case = make_case(
+        spans,
+        factor=2,
+        k_head_dim=64,
+        v_head_dim=64,
+        dtype="float16",
+        writer=InPlaceWriter(launcher),
+    )
+    backend, params = KernelBackend(launcher, 1 << 20, prefill="rows"), AttentionParams(0.125)
+    output = planned_ahead(case, backend, params, num_padding=3).attend(backend, params)
+    np.testing.assert_allclose(output[:-3], case.expected(params), rtol=4e-3, atol=4e-3)
+    assert not output[-3:].any()
+
+
+def test_chunks_of_their_own_kernel_are_not_planned_ahead():
+    launcher = FiberLauncher()
+    case = make_case([(0, 20)], k_head_dim=64, v_head_dim=64, writer=InPlaceWriter(launcher))
+    backend = KernelBackend(launcher, prefill="kernel")
+    assert backend.plan_ahead(case.batch) is None, "no step has shown the layers"
+    case.attend(backend, AttentionParams(0.125))
+    assert backend.plan_ahead(case.batch) is None
+
+
 @pytest.mark.parametrize("order", AxisOrder)
 @pytest.mark.parametrize("window", [None, 20])
 def test_prefill_beside_decode(window, order):

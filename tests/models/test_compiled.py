@@ -1,4 +1,4 @@
-"""Compiled decode steps, with a stand-in for model and kernels: what is fixed and what is not."""
+"""Compiled steps, with a stand-in for model and kernels: what is fixed and what is not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from pagedmlx.models.compiled import MAX_GRAPHS, MIN_USES, CompiledDecode
+from pagedmlx.core.batch import PooledRows
+from pagedmlx.models.compiled import MAX_GRAPHS, MIN_USES, CompiledSteps
 from pagedmlx.ops.base import PagedBatch
 from tests.support.batches import make_batch
 
@@ -58,7 +59,7 @@ class Decoding:
         self.num_runs = 0
         self.fails = False
         self.pool = mx.zeros(8, mx.int32)
-        self.compiled = CompiledDecode(self.run, self.backend, self.store)
+        self.compiled = CompiledSteps(self.run, self.backend, self.store)
 
     def run(self, batch: PagedBatch, store: Any) -> mx.array:
         self.num_runs += 1
@@ -68,7 +69,9 @@ class Decoding:
         assert self.backend.followed is not None
         slots = batch.groups[0].slot_mapping[: batch.num_rows]
         rows = batch.token_ids + 10 * batch.positions[: batch.num_rows] + slots
-        return (rows + self.backend.followed.sum() + self.pool[0])[:, None]
+        rows = (rows + self.backend.followed.sum() + self.pool[0])[:, None]
+        is_all = len(batch.host.sample_rows) == batch.host.num_rows
+        return rows if is_all else rows[batch.sample_rows]
 
     def step(
         self,
@@ -135,15 +138,47 @@ def test_shapes_that_come_and_go_are_not_traced_and_graphs_are_bounded() -> None
     assert len(decoding.compiled._graphs) == MAX_GRAPHS
 
 
-def test_prompts_and_unplanned_steps_take_the_usual_way() -> None:
+def test_steps_with_prompts_are_compiled_where_they_are_planned_ahead() -> None:
     decoding = Decoding()
     rng = np.random.default_rng(0)
-    chunk = PagedBatch(make_batch([(4, 1), (0, 5)], block_size=4, num_blocks=64, rng=rng))
-    decoding.backend.next_plans = Plans([np.array([1], np.int32)])
-    assert decoding.compiled(chunk) is None
-    decoding.backend.next_plans = None
-    single = PagedBatch(make_batch([(4, 1)], block_size=4, num_blocks=64, rng=rng))
-    assert decoding.compiled(single) is None
+    for number in range(10):
+        host = make_batch([(4, 1), (number, 5)], block_size=4, num_blocks=64, rng=rng)
+        rows = [[0, 5], [3, 5]][number % 2]
+        batch = PagedBatch(replace(host, sample_rows=np.array(rows, np.int32)), 2)
+        decoding.backend.next_plans = Plans([np.array([number, 1], np.int32)])
+        logits = decoding.compiled(batch)
+        if logits is None:
+            logits = decoding.run(batch, decoding.store)
+        expected = batch.token_ids + 10 * batch.positions[:8] + batch.groups[0].slot_mapping
+        expected = (expected + number + 1)[batch.sample_rows]
+        np.testing.assert_array_equal(np.array(logits[:, 0]), np.array(expected))
+    assert decoding.num_runs == MIN_USES
+
+
+def test_steps_of_other_rows_to_sample_are_other_graphs() -> None:
+    decoding = Decoding()
+    rng = np.random.default_rng(0)
+    host = make_batch([(0, 6)], block_size=4, num_blocks=64, rng=rng)
+    for _ in range(MIN_USES):
+        for rows in ([5], [4, 5], range(6)):
+            decoding.backend.next_plans = Plans([np.array([1], np.int32)])
+            batch = PagedBatch(replace(host, sample_rows=np.array(rows, np.int32)))
+            decoding.compiled(batch)
+    assert len(decoding.compiled._graphs) == 3
+
+
+def test_steps_that_are_not_planned_or_give_no_logits_take_the_usual_way() -> None:
+    decoding = Decoding()
+    rng = np.random.default_rng(0)
+    host = make_batch([(4, 1)], block_size=4, num_blocks=64, rng=rng)
+    no_samples = replace(host, sample_rows=np.empty(0, np.int32))
+    pooled = replace(host, pooled=(PooledRows(None, range(1)),))
+    for _ in range(MIN_USES + 1):
+        decoding.backend.next_plans = Plans([np.array([1], np.int32)])
+        assert decoding.compiled(PagedBatch(no_samples)) is None
+        assert decoding.compiled(PagedBatch(pooled)) is None
+        decoding.backend.next_plans = None
+        assert decoding.compiled(PagedBatch(host)) is None
 
 
 def test_a_trace_that_fails_leaves_the_token_as_it_was() -> None:

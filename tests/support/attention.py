@@ -96,11 +96,11 @@ def make_case(
 def planned_ahead(
     case: Case, backend: KernelBackend, params: AttentionParams, num_padding: int
 ) -> Case:
-    """The same step of single rows, planned as if compiled; the queries of its padding are NaN."""
+    """The same step, planned as if it were compiled; the queries of its padding are NaN."""
     case.attend(backend, params)  # shows it the layers
     batch = PagedBatch(case.batch.host, num_padding)
     plans = backend.plan_ahead(batch)
-    assert plans is not None, "not a step of single rows"
+    assert plans is not None, "it can't be planned ahead"
     backend.follow(batch, plans, list(map(mx.array, plans.arrays)))
     nothing = mx.full((num_padding, *case.queries.shape[1:]), mx.nan, case.queries.dtype)
     return replace(case, batch=batch, queries=mx.concatenate([case.queries, nothing]))
