@@ -44,6 +44,7 @@ NUM_WARM_ROUNDS = 11
 TURN = 24
 """Steps of a turn of ``cascade``; the first few fill the pipeline and don't count."""
 NUM_FILLING = 4
+NUM_SLOWEST = 3
 
 
 class Measurements:
@@ -77,24 +78,29 @@ class Measurements:
         self._first_token(engine, "warm-up", self._prompt(1000))
         add(engine, "stream", self._prompt(64), max_tokens=self._scaled(4000))
         moments: list[float] = []
+        chunks: list[int] = []
 
         def run(until: Callable[[], bool]) -> None:
             while engine.has_unfinished and not until():
+                oldest = next(iter(engine._under_way), None)
                 for event in engine.step():
                     now = time.perf_counter()
                     came.setdefault(event.request_id, now)
                     if event.request_id == "stream":
                         moments.extend([now] * len(event.token_ids))
+                        chunks.append(0 if oldest is None else oldest.num_prompt_tokens)
 
         came: dict[str, float] = {}
         run(lambda: len(moments) >= 64)
         alone = gaps_ms(moments[16:])
         moments = moments[-1:]
+        chunks.clear()
         prompt = self._prompt(16_384)
         start, num_steps = time.perf_counter(), engine.stats().num_steps
         add(engine, "prompt", prompt, max_tokens=2)
         run(lambda: "prompt" in came)
         beside = gaps_ms(moments)
+        slowest = sorted(zip(beside, chunks, strict=True), reverse=True)[:NUM_SLOWEST]
         return {
             "longest_gap_ms": max(beside),
             "median_gap_ms": median(beside),
@@ -103,6 +109,7 @@ class Measurements:
             "prompt_tokens": len(prompt),
             "prompt_ttft_s": came["prompt"] - start,
             "num_steps": engine.stats().num_steps - num_steps,
+            "slowest_ms_and_prompt_tokens": slowest,
         }
 
     def warm(self) -> dict[str, Any]:
