@@ -70,7 +70,9 @@ class Decode:
     def shape(self) -> tuple[object, ...]:
         """What must agree for two steps to be the same graph."""
         shared = None if self.cascade is None else self.cascade.shape
-        return self.num_items, self.num_rows, self.plan.size, self.variant, self.merge, shared
+        can_write = self.writing is not None
+        kernels = self.variant, can_write, self.merge
+        return self.num_items, self.num_rows, self.plan.size, *kernels, shared
 
 
 class DecodePlanner:

@@ -272,6 +272,26 @@ def test_tokens_are_mlx_lms_and_memory_is_weights_and_pool(
     on_a_thread(work)
 
 
+@pytest.mark.parametrize("tiny", ["llama"], indirect=True)
+def test_one_graph_serves_prompts_of_several_lengths_behind_a_cached_beginning(
+    tiny: str, replayed: list[int]
+) -> None:
+    def work() -> None:
+        model, rng = tiny_model("tiny").model, np.random.default_rng(5)
+        params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+        with Serving(FiberLauncher(), "rows") as serving:
+            for length in (16, 12, 9, 11, 10):
+                prompt = [*serving.prompts[0][:32], *rng.integers(3, 250, length).tolist()]
+                if length == 12:
+                    replayed.clear()  # the beginning is cached now
+                job = Job(prompt_token_ids=prompt, sampling_params=params)
+                (output,) = run_jobs(serving.engine, [job])
+                assert list(output.outputs[0].token_ids) == expected_tokens(model, prompt, 1)
+        assert replayed == [0, 1, 2, 3]
+
+    on_a_thread(work)
+
+
 @pytest.mark.usefixtures("replayed")
 @pytest.mark.parametrize("tiny", ["llama"], indirect=True)
 def test_a_wrong_choice_of_tokens_is_left_to_mlx_and_that_is_said(tiny: str) -> None:

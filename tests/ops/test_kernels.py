@@ -17,6 +17,7 @@ from pagedmlx.ops.kernels import KernelBackend, unsupported
 from pagedmlx.ops.launch import Platform
 from pagedmlx.ops.prefill import prefill_variant
 from pagedmlx.ops.variants import HEAD_DIMS, DecodeVariant, MergeVariant, PoolShape
+from tests.metal.cascades import Setting
 from tests.metal.check import check
 from tests.metal.launcher import FiberLauncher, RecordingLauncher
 from tests.support.attention import make_case, write_step
@@ -53,6 +54,29 @@ def test_rows_of_a_chunk_are_written_before_they_see_each_other() -> None:
     write_step(case)
     case.check(KernelBackend(launcher, prefill="rows"), PARAMS)
     assert [name for name in launcher.executed if "write" in name]
+
+
+def test_a_chunk_is_not_the_graph_of_a_step_whose_kernel_writes_its_rows() -> None:
+    launcher = FiberLauncher()
+    setting = Setting(sequences=((1, 1),) * 16, shared=(0, 2))
+    backend = KernelBackend(launcher, prefill="rows", cascade="on")
+    decode = setting.make_case(launcher)
+    chunk = make_case(
+        [(64, 16)],
+        factor=2,
+        k_head_dim=64,
+        v_head_dim=64,
+        dtype="float16",
+        writer=InPlaceWriter(launcher),
+    )
+    shapes = []
+    for case in (decode, chunk):
+        case.attend(backend, setting.params())
+        plans = backend.plan_ahead(case.batch)
+        assert plans is not None
+        shapes.append((plans.shape, [array.size for array in plans.arrays]))
+    assert shapes[0][1] == shapes[1][1], "else they would differ by that"
+    assert shapes[0][0] != shapes[1][0]
 
 
 def test_few_short_sequences_get_more_simdgroups() -> None:
