@@ -90,6 +90,11 @@ class BatchArrays:
         return len(self.token_ids)
 
     @property
+    def only_samples(self) -> bool:
+        """Whether logits of some rows are all that is wanted."""
+        return len(self.sample_rows) > 0 and not self.pooled
+
+    @property
     def only_decodes(self) -> bool:
         """Whether each sequence has a single row, and logits of all of them are needed."""
         return self.num_decodes == len(self.sample_rows) == self.num_rows

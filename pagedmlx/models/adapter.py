@@ -136,7 +136,8 @@ class ModelAdapter:
             return PagedBatch(host, bucket(num_rows, DECODE_SIZES) - num_rows)
         if num_rows > MIN_PADDED_ROWS:
             return PagedBatch(host, -num_rows % ROW_MULTIPLE)
-        if isinstance(self.backend, PlansAhead) and self.backend.can_plan_ahead(host):
+        backend = self.backend
+        if isinstance(backend, PlansAhead) and host.only_samples and backend.can_plan_ahead(host):
             return PagedBatch(host, -num_rows % SHORT_MULTIPLE)
         return PagedBatch(host)
 

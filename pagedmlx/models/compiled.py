@@ -77,9 +77,9 @@ class CompiledSteps:
         self._uses: OrderedDict[tuple[object, ...], int] = OrderedDict()
 
     def __call__(self, batch: PagedBatch) -> mx.array | None:
-        """The step's logits, those of padding behind them; None if it must take the usual way."""
+        """The step's logits as in ``ModelOutput``; None if it must take the usual way."""
         host = batch.host
-        if host.pooled or not len(host.sample_rows):
+        if not host.only_samples:
             return None
         plans = self._backend.plan_ahead(batch)
         if plans is None:

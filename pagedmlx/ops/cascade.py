@@ -37,10 +37,10 @@ class CascadePath(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SharedRun:
-    """Sequences whose first tokens lie in the same blocks.
+    """Sequences whose first tokens lie in the same blocks; or the rows of a chunk, as if they were.
 
     Attributes:
-        sequences: Their places, at least two.
+        sequences: Their places.
         num_tokens: How many tokens, whole blocks of them; fewer than any of them has.
     """
 
@@ -50,7 +50,7 @@ class SharedRun:
 
 @dataclass(frozen=True, slots=True)
 class Cascade:
-    """The shared part of a decode step.
+    """The shared part of some rows' attention.
 
     Attributes:
         plan: As ``prefill.metal`` reads it where SHARED; at last on the device.

@@ -1,7 +1,7 @@
 """KernelBackend: attention straight over the blocks, by the kernels in ``metal/``.
 
-Sequences with few rows go through the decode kernel, prefill chunks through ``prefill`` or, where
-that isn't faster, through ``chunks``.
+Sequences with few rows go through the decode kernel, and so do the rows of short chunks behind a
+long context; other chunks through ``prefill`` or, where that isn't faster, through ``chunks``.
 """
 
 from __future__ import annotations
