@@ -172,8 +172,8 @@ class DecodePlanner:
     ) -> Decode:
         """Plan a short chunk of a prompt: each row as a sequence of its own.
 
-        What lies before the chunk is seen by all of its rows, so a cascade attends it once. No window
-        may hide any of it.
+        What lies before the chunk is seen by all of its rows, so a cascade attends it once. No
+        window may hide any of it.
 
         Args:
             host: The step.
