@@ -7,7 +7,7 @@ long context; other chunks through ``prefill`` or, where that isn't faster, thro
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -200,21 +200,19 @@ class KernelBackend:
         """
         if not self.can_plan_ahead(batch.host):
             return None
-        return StepPlans(
-            tuple(self._kinds),
-            tuple(
-                self._make_plan(batch, group, window, base)
-                for (group, window, _), base in self._kinds.items()
-            ),
-        )
+        works = {
+            (group, window, kind): self._make_plan(batch, group, window, base)
+            for (group, window, kind), base in self._kinds.items()
+        }
+        return StepPlans({key: _only_decodes(each) for key, each in works.items()})
 
     def follow(self, batch: PagedBatch, plans: StepPlans, arrays: Sequence[mx.array]) -> None:
         """Take these plans for a batch, their arrays being on the device."""
         self._batch = batch
         taken = iter(arrays)
         self._plans = {
-            key: tuple(part.with_plans(taken) for part in parts)
-            for key, parts in zip(plans.keys, plans.parts, strict=True)
+            key: _in_rows(work.with_plans(taken) for work in works)
+            for key, works in plans.works.items()
         }
 
     def _plan(
@@ -233,8 +231,8 @@ class KernelBackend:
         key = (group, params.window, id(base))
         plan = self._plans.get(key)
         if plan is None:
-            parts = self._make_plan(batch, group, params.window, base)
-            plan = self._plans[key] = tuple(part.with_plans() for part in parts)
+            works = self._make_plan(batch, group, params.window, base)
+            plan = self._plans[key] = _in_rows(map(_on_device, works))
             self._kinds[key] = base
         return plan
 
@@ -262,44 +260,40 @@ class KernelBackend:
 
     def _make_plan(
         self, batch: PagedBatch, group: int, window: int | None, base: DecodeVariant
-    ) -> tuple[_Part, ...]:
+    ) -> list[_Work]:
         """Cut a step's sequences, in their order, into runs that are attended in the same way.
 
-        Padding belongs to the last one, if that is attended like rows that decode.
+        Padding belongs to the last one, if that is attended like rows that decode. What is planned
+        for such rows is not on the device yet.
         """
         host = batch.host
         gather = self._gathers.setdefault(
             (base.pool, base.dtype), GatherVariant(base.pool, base.dtype)
         )
         num_gathered = 0
-        parts: list[_Part] = []
+        works: list[_Work] = []
         ways = self._ways(host, window, self._planner.prefill_variant(base))
         for way, run in itertools.groupby(range(len(ways)), ways.__getitem__):
             sequences = np.array(list(run))
             padding = batch.num_padding if sequences[-1] == len(ways) - 1 else 0
-            works: Iterable[Decode | Prefill | Chunk]
             match way:
                 case PrefillPath.ROWS:
                     *others, last = sequences.tolist()
-                    works = [self._planner.plan_rows(host, each, group, base) for each in others]
+                    works += [self._planner.plan_rows(host, each, group, base) for each in others]
                     works.append(self._planner.plan_rows(host, last, group, base, padding))
                 case PrefillPath.KERNEL:
                     prefill = self._planner.prefill_variant(base)
-                    works = plan_prefill(host, sequences, group, window, prefill)
+                    works += plan_prefill(host, sequences, group, window, prefill)
                 case PrefillPath.GATHER:
-                    works = []
                     for sequence in sequences.tolist():
                         chunk = plan_chunk(host, sequence, group, window, gather, num_gathered)
                         num_gathered += -(-chunk.num_tokens // ALIGNMENT) * ALIGNMENT
                         works.append(chunk)
                 case _:
-                    works = [self._planner.plan(host, sequences, group, window, base, padding)]
-            for work in works:
-                row = parts[-1].rows.stop if parts else 0
-                parts.append(_Part(slice(row, row + work.num_rows), work))
+                    works.append(self._planner.plan(host, sequences, group, window, base, padding))
         if num_gathered:
             self._scratch.reserve(gather, num_gathered)
-        return tuple(parts)
+        return works
 
     def _ways(
         self, host: BatchArrays, window: int | None, variant: PrefillVariant
@@ -308,7 +302,7 @@ class KernelBackend:
         return [
             self._chooser.choose(variant, num_rows, num_tokens, is_masked)
             if num_rows > MAX_ROWS
-            else min(num_rows, 2)
+            else (1 if num_rows == 1 else MAX_ROWS)
             for num_rows, num_tokens, is_masked in _seen(host, window)
         ]
 
@@ -323,19 +317,38 @@ def _seen(host: BatchArrays, window: int | None) -> Iterator[tuple[int, int, boo
             yield num_rows, min(end, num_rows + window - 1), end > window
 
 
+_Work = Decode | Prefill | Chunk
+
+
 @dataclass(frozen=True, slots=True)
 class _Part:
     """Rows that follow each other, and how they are attended."""
 
     rows: slice
-    work: Decode | Prefill | Chunk
+    work: _Work
 
-    def with_plans(self, arrays: Iterator[mx.array] | None = None) -> _Part:
-        """The same with its plans on the device: taken from there, or put there."""
-        if not isinstance(self.work, Decode):
-            return self
-        plans = map(mx.array, self.work.plans) if arrays is None else arrays
-        return _Part(self.rows, self.work.with_plans(plans))
+
+def _in_rows(works: Iterable[_Work]) -> tuple[_Part, ...]:
+    """Each with its rows, which follow those of the one before."""
+    parts: list[_Part] = []
+    for work in works:
+        row = parts[-1].rows.stop if parts else 0
+        parts.append(_Part(slice(row, row + work.num_rows), work))
+    return tuple(parts)
+
+
+def _on_device(work: _Work) -> _Work:
+    """The same with its plans on the device; those of prompts are there already."""
+    return work.with_plans(map(mx.array, work.plans)) if isinstance(work, Decode) else work
+
+
+def _only_decodes(works: Iterable[_Work]) -> tuple[Decode, ...]:
+    """The same, all of them attending like rows that decode."""
+    decodes: list[Decode] = []
+    for work in works:
+        assert isinstance(work, Decode), "it can't be planned ahead"
+        decodes.append(work)
+    return tuple(decodes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,28 +356,21 @@ class StepPlans:
     """What a step does in every kind of layer, where that is planned ahead.
 
     Attributes:
-        keys: The kinds of layers.
-        parts: The rows of each, all of them attended like rows that decode.
+        works: For each kind of layers the plans of all rows, in their order.
     """
 
-    keys: tuple[tuple[int, int | None, int], ...]
-    parts: tuple[tuple[_Part, ...], ...]
+    works: Mapping[tuple[int, int | None, int], tuple[Decode, ...]]
 
     @property
     def arrays(self) -> list[Int32Array]:
         """What differs from step to step, not on the device yet."""
-        works = [part.work for parts in self.parts for part in parts]
-        return [
-            np.asarray(plan) for work in works if isinstance(work, Decode) for plan in work.plans
-        ]
+        decodes = itertools.chain.from_iterable(self.works.values())
+        return [np.asarray(plan) for work in decodes for plan in work.plans]
 
     @property
     def shape(self) -> tuple[object, ...]:
         """What must agree for two steps to be the same graph."""
-        return tuple(
-            (key, *(part.work.shape for part in parts if isinstance(part.work, Decode)))
-            for key, parts in zip(self.keys, self.parts, strict=True)
-        )
+        return tuple((key, *(work.shape for work in works)) for key, works in self.works.items())
 
 
 def unsupported(pool: PoolShape, factor: int) -> str | None:

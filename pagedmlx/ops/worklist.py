@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -96,10 +95,11 @@ def make_work_list(
     whose_table = np.arange(num_seqs) if table_rows is None else table_rows
     chunk = np.broadcast_to(chunks, (num_seqs,))
     if num_padding:
-        chunk = _extended(chunk, num_padding, 1)
-        num_rows = _extended(num_rows, num_padding, 1)
-        lows, ends = _extended(lows, num_padding, 0), _extended(ends, num_padding, 0)
-        whose_table = _extended(whose_table, num_padding, 0)
+        behind = (0, num_padding)
+        chunk = np.pad(chunk, behind, constant_values=1)
+        num_rows = np.pad(num_rows, behind, constant_values=1)
+        lows, ends = np.pad(lows, behind), np.pad(ends, behind)
+        whose_table = np.pad(whose_table, behind)
         num_seqs += num_padding
     # Where there are no tokens there is an item nevertheless, to write the output.
     counts = np.maximum(_counts(lows, ends, chunk), 1)
@@ -147,10 +147,6 @@ def bucket(count: int, num_steps: int = 8) -> int:
     """
     step = 1 << max(count.bit_length() - num_steps.bit_length(), 0)
     return -(-count // step) * step
-
-
-def _extended(array: npt.NDArray[Any], count: int, value: int) -> npt.NDArray[Any]:
-    return np.concatenate([array, np.full(count, value, array.dtype)])
 
 
 def _counts(
