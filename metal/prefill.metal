@@ -4,9 +4,9 @@
 // i % FACTOR of its row i / FACTOR. A threadgroup takes VECTORS = 8 * COLUMNS * SIMDGROUPS vectors of
 // one KV head and walks the tokens that any of them sees, KEYS at a time.
 //
-// Where SHARED, a piece is made of single rows of sequences whose first tokens lie in the same
-// blocks, and an item takes a chunk of those tokens, which all of its rows see. What a row finds
-// there waits for merge.metal, which adds what decode.metal finds in the rest.
+// Where SPLIT, an item takes but a chunk of those tokens, and what its rows find there waits for
+// merge.metal. The rows are listed: those of one sequence, or single ones of sequences whose first
+// tokens lie in the same blocks and which see all of these; decode.metal finds the rest.
 //
 // Inputs   queries  (T, H * FACTOR, DK) of T
 //          k_pool   (blocks, H, BS, DK) of KT, or (blocks, BS, H, DK) where SLOT_MAJOR
@@ -16,11 +16,12 @@
 //                   [0] first row in queries of the item's piece, rows of one sequence in a run,
 //                   [1] the piece's rows, [2] one past the position of its last row,
 //                   [3] where in plan the sequence's block table begins, [4] the item's first vector.
-//                   Where SHARED: [0] where in plan the numbers of the piece's rows are listed, [2]
-//                   one past the item's last token, [5] its first token, a multiple of KEYS
+//                   Where SPLIT: [0] where in plan the numbers of the piece's rows are listed, [2]
+//                   one past the item's last token, [5] its first token, a multiple of KEYS, [6] one
+//                   past the last token that the piece's first row sees; each next sees one more
 //          sinks    (H * FACTOR,) of any type, where HAS_SINKS
 //          token    the newest token
-// Outputs  out      (T, H * FACTOR, DV) of T; or, where SHARED, for each vector of an item,
+// Outputs  out      (T, H * FACTOR, DV) of T; or, where SPLIT, for each vector of an item,
 //          partials (items, H, VECTORS, DV) float32, sums of V by weight, and
 //          stats    (items, H, VECTORS, 2) float32, the largest score and the sum of weights
 // Grid     items * H threadgroups of SIMDGROUPS * 32 threads
@@ -32,7 +33,7 @@
 // and weights too.
 // Constants: T, KT (types); H, FACTOR, DK, DV, BS, SLOT_MAJOR, SIMDGROUPS, COLUMNS (matrices of
 // query vectors that a SIMD-group has), KEYS (tokens of a tile, 8 or a multiple of 16), W (width of a
-// load; DK and DV are multiples of 8 * W), K_PAD, V_PAD, SHARED, HAS_SINKS, HAS_SOFTCAP, QUERY_SCALE
+// load; DK and DV are multiples of 8 * W), K_PAD, V_PAD, SPLIT, HAS_SINKS, HAS_SOFTCAP, QUERY_SCALE
 // (scale * log2(e), or scale / softcap), SOFTCAP (softcap * log2(e)).
 
 // Products are K Q^T and V^T P^T: a SIMD-group's query vectors are the columns of its matrices.
@@ -66,9 +67,9 @@ const int first_vector = work[4];
 const int last_vector = min(first_vector + VECTORS, num_rows * FACTOR) - 1;
 
 // A row's place in queries, and one past the last token that it sees.
-#if SHARED
+#if SPLIT
 #define ROW(i) long(plan[work[0] + (i)])
-#define END(i) work[2]
+#define END(i) min(work[2], work[6] + (i))
 #else
 #define ROW(i) long(work[0] + (i))
 #define END(i) (work[2] - num_rows + (i) + 1)
@@ -77,7 +78,7 @@ const int last_vector = min(first_vector + VECTORS, num_rows * FACTOR) - 1;
 // What the first and the last row of the item see; the others lie between them.
 const int low_end = END(first_vector / FACTOR);
 const int high_end = END(last_vector / FACTOR);
-#if SHARED
+#if SPLIT
 const int start = work[5];
 #else
 const int start = max(low_end - plan[1], 0);
@@ -262,7 +263,7 @@ UNROLL for (int i = 0; i < 2 * COLUMNS; ++i) {
   const int e = i % 2;
   float sum = sum_of_column(weight_sum[c][e]);
   const int vector = my_first + c * 8 + col8 + e;
-#if SHARED
+#if SPLIT
   if (vector <= last_vector) {
     const long place = (long(item) * H + kv_head) * VECTORS + vector - first_vector;
     device float* to = partials + place * DV + row8 * W;

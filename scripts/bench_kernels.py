@@ -22,6 +22,7 @@ import mlx.core as mx
 from pagedmlx.engine.memory import device_memory_bytes
 from pagedmlx.kv.layout import AxisOrder
 from pagedmlx.kv.writer import NewRows, Rope
+from pagedmlx.models.compiled import CompiledSteps
 from pagedmlx.ops.base import PagedBatch
 from pagedmlx.ops.launch import MLXLauncher, gpu_platform
 from pagedmlx.ops.most_likely import MostLikely
@@ -133,7 +134,9 @@ def measure_decode(
     order: AxisOrder = AxisOrder.HEAD_MAJOR,
     decode: str = "auto",
 ) -> dict[str, Any]:
-    """Microseconds of a layer, pipelined; with the step's metadata resident and fresh."""
+    """Microseconds of a layer, pipelined: in steps that are compiled, as most in serving are, and
+    in steps that Python builds, with the metadata resident and fresh.
+    """
     layers = Layers(shape, order, decode=decode)
     result: dict[str, Any] = {
         "shape": shape.name,
@@ -141,15 +144,29 @@ def measure_decode(
         "order": order.name,
         "decode": decode,
     }
-    for name, fresh in (("us", False), ("fresh_metadata_us", True)):
+    compiled = CompiledSteps(
+        lambda batch, _: layers.chain(batch, write), layers.backend, layers.store
+    )
 
-        def steps(fresh: bool = fresh) -> None:
+    def replay() -> mx.array:
+        batch = PagedBatch(layers.host)
+        output = compiled(batch)
+        return layers.chain(batch, write) if output is None else output
+
+    ways: dict[str, Callable[[], mx.array]] = {
+        "us": replay,
+        "built_us": lambda: layers.chain(layers.batch, write),
+        "built_fresh_us": lambda: layers.chain(PagedBatch(layers.host), write),
+    }
+    for name, step in ways.items():
+
+        def steps(step: Callable[[], mx.array] = step) -> None:
             for _ in range(STEPS):
-                batch = PagedBatch(layers.host) if fresh else layers.batch
-                layers.store.submit(layers.chain(batch, write))
+                layers.store.submit(step())
             mx.synchronize()
 
         result[name] = round(best(steps) / STEPS / CHAIN * 1e6, 2)
+    compiled.drop()
     result["host_build_us"] = round(_build_seconds(layers, write) / CHAIN * 1e6, 2)
     result["gb_per_s"] = round(shape.layer_bytes / result["us"] / 1e3)
     return result
@@ -206,7 +223,7 @@ def _build_seconds(layers: Layers, write: bool) -> float:
 
 
 def measure_sdpa(shape: Shape, extra: int) -> dict[str, Any]:
-    """MLX's own attention on contiguous K and V, chained the same way."""
+    """MLX's own attention on contiguous K and V, chained the same ways."""
     context = shape.contexts[0] + extra
     batch = len(shape.contexts)
     kv_shape = (batch, shape.num_kv_heads, context, shape.head_dim)
@@ -214,22 +231,24 @@ def measure_sdpa(shape: Shape, extra: int) -> dict[str, Any]:
     queries = normal((batch, shape.num_heads, 1, shape.head_dim))
     mx.eval(layers, queries)
 
-    def steps() -> None:
-        for _ in range(STEPS):
-            output = queries
-            for index in range(CHAIN):
-                keys, values = layers[index % len(layers)]
-                output = mx.fast.scaled_dot_product_attention(
-                    output, keys, values, scale=shape.head_dim**-0.5
-                )
-            mx.async_eval(output)
-        mx.synchronize()
+    def chain(output: mx.array) -> mx.array:
+        for index in range(CHAIN):
+            keys, values = layers[index % len(layers)]
+            output = mx.fast.scaled_dot_product_attention(
+                output, keys, values, scale=shape.head_dim**-0.5
+            )
+        return output
 
-    return {
-        "shape": shape.name,
-        "context": context,
-        "us": round(best(steps) / STEPS / CHAIN * 1e6, 2),
-    }
+    result: dict[str, Any] = {"shape": shape.name, "context": context}
+    for name, step in (("us", mx.compile(chain)), ("built_us", chain)):
+
+        def steps(step: Callable[[mx.array], mx.array] = step) -> None:
+            for _ in range(STEPS):
+                mx.async_eval(step(queries))
+            mx.synchronize()
+
+        result[name] = round(best(steps) / STEPS / CHAIN * 1e6, 2)
+    return result
 
 
 def measure_batch_cache(shape: Shape) -> dict[str, Any]:
@@ -275,7 +294,6 @@ def measure_prefill(rows: int, cached: int) -> dict[str, Any]:
     in a model, with its rows written before, which spares a whole prompt the gather.
     """
     shape = Shape(f"{rows} rows over {cached}", (rows + cached,))
-    length = CHAIN
     result: dict[str, Any] = {"shape": shape.name}
     for path, write in product(("gather", "kernel", "wide"), (False, True)):
         columns = 2 if path == "wide" else 1
@@ -287,11 +305,12 @@ def measure_prefill(rows: int, cached: int) -> dict[str, Any]:
         )
 
         def paged(layers: Layers = layers, write: bool = write) -> None:
-            layers.store.submit(layers.chain(layers.batch, write, length))
+            for _ in range(STEPS):
+                layers.store.submit(layers.chain(layers.batch, write))
             mx.synchronize()
 
         name = f"write_{path}_us" if write else f"{path}_us"
-        result[name] = round(best(paged) / length * 1e6, 1)
+        result[name] = round(best(paged) / STEPS / CHAIN * 1e6, 1)
 
     kv_shape = (1, shape.num_kv_heads, rows + cached, shape.head_dim)
     keys, values = normal(kv_shape), normal(kv_shape)
@@ -299,14 +318,16 @@ def measure_prefill(rows: int, cached: int) -> dict[str, Any]:
     mx.eval(keys, values, queries)
 
     def contiguous() -> None:
-        output = queries
-        for _ in range(length):
-            output = mx.fast.scaled_dot_product_attention(
-                output, keys, values, scale=shape.head_dim**-0.5, mask="causal"
-            )
-        mx.eval(output)
+        for _ in range(STEPS):
+            output = queries
+            for _ in range(CHAIN):
+                output = mx.fast.scaled_dot_product_attention(
+                    output, keys, values, scale=shape.head_dim**-0.5, mask="causal"
+                )
+            mx.async_eval(output)
+        mx.synchronize()
 
-    result["sdpa_us"] = round(best(contiguous) / length * 1e6, 1)
+    result["sdpa_us"] = round(best(contiguous) / STEPS / CHAIN * 1e6, 1)
     return result
 
 

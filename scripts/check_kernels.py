@@ -178,13 +178,14 @@ def check_ragged() -> dict[str, Any]:
     return {"ok": max(errors.values()) <= TOLERANCES["bfloat16"], "errors": errors}
 
 
-PREFILLS = ("kernel", "wide", "rows", "gather", "written")
+PREFILLS = ("kernel", "wide", "split", "gather", "written")
 """``wide`` is the kernel with two columns; ``written`` a gather of rows that were just written."""
 
 
 def check_prefill(jobs: int) -> dict[str, Any]:
-    """Chunks of prompts, by the tiled kernel, by rows and by gather, whichever is chosen here by
-    itself; and by gather where their rows were just written, which needs none for whole prompts.
+    """Chunks of prompts, by the tiled kernel, whole and in parts, and by gather, whichever is
+    chosen here by itself; and by gather where their rows were just written, which needs none for
+    whole prompts.
     """
     rng = random.Random(0)
     cases = [
@@ -195,7 +196,7 @@ def check_prefill(jobs: int) -> dict[str, Any]:
     ]
     # Without MLX's own products in float32, which are inexact on some GPUs.
     return _shares(
-        [c for c in cases if c.path in ("kernel", "wide", "rows") or c.dtype != "float32"], jobs
+        [c for c in cases if c.path in ("kernel", "wide", "split") or c.dtype != "float32"], jobs
     )
 
 

@@ -96,7 +96,7 @@ _CASES = (
     _Case("prefill", "float16", 64, 3, _CHUNKS),
     _Case("prefill, window", "bfloat16", 128, 4, _CHUNKS, 20),
     _Case("prefill by gather", "float16", 64, 3, _CHUNKS, prefill=PrefillPath.GATHER),
-    _Case("prefill by rows", "float16", 64, 3, _CHUNKS, prefill=PrefillPath.ROWS),
+    _Case("prefill in parts", "float16", 64, 3, _CHUNKS, prefill=PrefillPath.SPLIT),
     _Case("decode after RoPE", "bfloat16", 128, 4, _DECODES, rope=Rope(128, False, 1e4, 1.0)),
     _Case("prefill after RoPE", "float16", 64, 3, _CHUNKS, rope=Rope(32, True, 5e5, 0.5)),
 )

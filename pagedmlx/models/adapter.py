@@ -34,7 +34,7 @@ ROW_MULTIPLE = 64
 """Rows that a GPU multiplies at a time at least."""
 MIN_PADDED_ROWS = 256
 """Arrays of fewer rows are small."""
-SHORT_MULTIPLE = 16
+SHORT_MULTIPLE = 32
 """Rows of a step that may be compiled have a multiple of this, if there are prompts among them."""
 DECODE_SIZES = 4
 """Of steps that decode, from one power of 2 to the next: a quarter is added to the rows at most."""

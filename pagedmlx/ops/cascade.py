@@ -1,30 +1,23 @@
 """Cascade attention: tokens that several sequences share are attended once, for all their rows.
 
 Sequences that begin alike hold the same blocks. Decoding them one by one reads those blocks once
-for each; here ``prefill.metal`` attends them with the rows of all sharers at a time, ``decode``
-attends what each sequence has for itself, and ``merge.metal`` puts both together by log-sum-exp.
+for each; here the rows of all sharers attend them together (``runs``), ``decode`` attends what each
+sequence has for itself, and ``merge.metal`` puts both together by log-sum-exp.
 After the cascade inference of FlashInfer and Hydragen (Juravsky et al., 2024), with one level.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
 from pagedmlx.core.batch import Int32Array
-from pagedmlx.kv.store import KVStore
-from pagedmlx.ops.launch import Launch, Launcher
 from pagedmlx.ops.prefill import PrefillVariant
-from pagedmlx.ops.worklist import HEADER, ITEM, MAX_CHUNK, MIN_CHUNK, UNLIMITED, WorkList, bucket
-
-_WAVE_SHARES = {1: 0.75, 2: 0.5}
-"""Of the threadgroups that run at once, by columns: matrices take so many more registers. Measured
-on CUDA."""
+from pagedmlx.ops.runs import Run, RunPlan, idle_runs, plan_runs
+from pagedmlx.ops.worklist import WorkList
 
 
 class CascadePath(StrEnum):
@@ -36,47 +29,21 @@ class CascadePath(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class SharedRun:
-    """Sequences whose first tokens lie in the same blocks; or the rows of a chunk, as if they were.
-
-    Attributes:
-        sequences: Their places.
-        num_tokens: How many tokens, whole blocks of them; fewer than any of them has.
-    """
-
-    sequences: npt.NDArray[np.intp]
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
 class Cascade:
     """The shared part of some rows' attention.
 
     Attributes:
-        plan: As ``prefill.metal`` reads it where SHARED; at last on the device.
-        num_items: Work items that the grid must have room for.
-        variant: The kernel.
-        max_chunks: Shared results of the row that has most.
+        runs: Attends it.
         lows: (S,) the first token that is left to each sequence.
-        merges: (S, 3) what ``merge.metal`` needs of each row: its run's first item, the chunks of
-            a tile, and its place in the run.
     """
 
-    plan: mx.array | Int32Array
-    num_items: int
-    variant: PrefillVariant
-    max_chunks: int
+    runs: RunPlan
     lows: Int32Array
-    merges: Int32Array
-
-    @property
-    def shape(self) -> tuple[object, ...]:
-        """What must agree for two steps to be the same graph."""
-        return self.num_items, self.plan.size, self.variant
 
     def mark(self, work: WorkList) -> None:
         """Tell each row of a work list which shared results are its own; padding has none."""
-        work.merge_rows[: len(self.merges), 3:6] = self.merges
+        merges = self.runs.merges
+        work.merge_rows[: len(merges), 3:6] = merges
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +117,7 @@ class CascadePlanner:
             cascade = plan_cascade(runs, tables, variant, self._wave)
         num_shared = np.zeros(len(tables), np.int32)
         for run in runs:
-            num_shared[run.sequences] = run.num_tokens // variant.pool.block_size
+            num_shared[run.rows] = run.num_tokens // variant.pool.block_size
         is_own = np.arange(num_shared.max()) >= num_shared[:, None]
         blocks = tables[:, : is_own.shape[1]].copy()
         self._last[group, variant] = _Remembered(sequences, blocks, is_own, cascade)
@@ -172,7 +139,7 @@ class CascadePlanner:
                 return self.thresholds.get(variant)
 
 
-def find_runs(tables: Int32Array, context_lens: Int32Array, block_size: int) -> list[SharedRun]:
+def find_runs(tables: Int32Array, context_lens: Int32Array, block_size: int) -> list[Run]:
     """Find who shares what, so that much is spared; no sequence is in two runs.
 
     Sorted, sequences that begin alike are neighbours, and all groups of them are the nodes of a
@@ -204,7 +171,7 @@ def find_runs(tables: Int32Array, context_lens: Int32Array, block_size: int) -> 
                 group.close(last)
         group.depth = depth
         going_on.append(group)
-    return [SharedRun(np.sort(order[who]), shared * block_size) for who, shared in going_on[0].runs]
+    return [Run(np.sort(order[who]), shared * block_size) for who, shared in going_on[0].runs]
 
 
 @dataclass(slots=True)
@@ -244,14 +211,14 @@ class _Group:
             self.runs, self.alone = [(list(range(self.first, last + 1)), self.depth)], []
 
 
-def _num_spared(run: SharedRun) -> int:
-    return run.num_tokens * (len(run.sequences) - 1)
+def _num_spared(run: Run) -> int:
+    return run.num_tokens * (len(run.rows) - 1)
 
 
 def plan_cascade(
-    runs: Sequence[SharedRun], tables: Int32Array, variant: PrefillVariant, wave: int
+    runs: list[Run], tables: Int32Array, variant: PrefillVariant, wave: int
 ) -> Cascade:
-    """Cut the shared tokens into chunks, and the vectors that attend them into tiles.
+    """Plan the attention of what is shared.
 
     Args:
         runs: From ``find_runs``; at least one.
@@ -259,88 +226,13 @@ def plan_cascade(
         variant: Likewise.
         wave: Likewise.
     """
-    pool = variant.pool
-    num_tiles = [-(-len(run.sequences) * variant.factor // variant.vectors) for run in runs]
-    most = int(wave * _WAVE_SHARES[variant.columns]) // pool.num_kv_heads
-    chunk, num_items = _choose_chunk(runs, num_tiles, most)
-    at = HEADER + ITEM * num_items
-    sizes = [len(run.sequences) + run.num_tokens // pool.block_size for run in runs]
-    plan = np.zeros(bucket(at + sum(sizes), 4), dtype=np.int32)
-    plan[:2] = num_items, UNLIMITED
-    merges = np.zeros((len(tables), 3), dtype=np.int32)
     lows = np.zeros(len(tables), dtype=np.int32)
-    items = plan[HEADER:at].reshape(num_items, ITEM)
-    first_item = 0
-    for run, tiles, size in zip(runs, num_tiles, sizes, strict=True):
-        num_rows = len(run.sequences)
-        starts = np.arange(0, run.num_tokens, chunk)
-        mine = items[first_item : first_item + tiles * len(starts)]
-        mine[:, 0] = at
-        mine[:, 1] = num_rows
-        mine[:, 2] = np.tile(np.minimum(starts + chunk, run.num_tokens), tiles)
-        mine[:, 3] = at + num_rows
-        mine[:, 4] = np.repeat(np.arange(tiles) * variant.vectors, len(starts))
-        mine[:, 5] = np.tile(starts, tiles)
-        plan[at : at + num_rows] = run.sequences
-        plan[at + num_rows : at + size] = tables[run.sequences[0], : size - num_rows]
-        merges[run.sequences] = first_item, len(starts), 0
-        merges[run.sequences, 2] = np.arange(num_rows)
-        lows[run.sequences] = run.num_tokens
-        first_item += len(mine)
-        at += size
-    max_chunks = int(merges[:, 1].max())
-    return Cascade(plan, bucket(num_items), variant.sharing, max_chunks, lows, merges)
+    for run in runs:
+        lows[run.rows] = run.num_tokens
+    own_tables = [tables[run.rows[0]] for run in runs]
+    return Cascade(plan_runs(runs, own_tables, len(tables), variant, wave), lows)
 
 
 def idle_cascade(variant: PrefillVariant) -> Cascade:
     """One with nothing to do, for one row that shares nothing."""
-    nothing = np.zeros((1, 3), np.int32)
-    return Cascade(
-        np.zeros(HEADER + ITEM, np.int32), 1, variant.sharing, 0, nothing[0, :1], nothing
-    )
-
-
-def _choose_chunk(
-    runs: Sequence[SharedRun], num_tiles: Sequence[int], max_items: int
-) -> tuple[int, int]:
-    """The shortest chunk with which no more items come about than that, and how many do."""
-    num_items = 0
-    for chunk in range(MIN_CHUNK, MAX_CHUNK + 1, MIN_CHUNK):
-        num_items = sum(
-            tiles * -(-run.num_tokens // chunk) for run, tiles in zip(runs, num_tiles, strict=True)
-        )
-        if num_items <= max_items:
-            return chunk, num_items
-    return MAX_CHUNK, num_items
-
-
-def attend_shared(
-    launcher: Launcher, queries: mx.array, layer: int, store: KVStore, cascade: Cascade
-) -> list[mx.array]:
-    """Attend the shared tokens.
-
-    Args:
-        launcher: Runs the kernel.
-        queries: (S, num_heads, k_head_dim).
-        layer: The layer whose K and V are read.
-        store: Owner of the pool.
-        cascade: From ``plan_cascade``.
-
-    Returns:
-        Partial results (items, H, vectors, v_head_dim) and their stats (items, H, vectors, 2),
-        float32, for ``merge.metal``.
-    """
-    pool, token = store.bind(layer)
-    variant = cascade.variant
-    assert isinstance(cascade.plan, mx.array)
-    partials = (cascade.num_items, variant.pool.num_kv_heads, variant.vectors)
-    return launcher(
-        Launch(
-            variant.kernel,
-            [queries, *pool.bound, cascade.plan, token],
-            cascade.num_items * variant.pool.num_kv_heads * variant.threads,
-            variant.threads,
-            [(*partials, variant.pool.v_head_dim), (*partials, 2)],
-            [mx.float32, mx.float32],
-        )
-    )
+    return Cascade(idle_runs(variant), np.zeros(1, np.int32))

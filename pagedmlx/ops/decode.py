@@ -17,14 +17,20 @@ from pagedmlx.ops.cascade import (
     Cascade,
     CascadePath,
     CascadePlanner,
-    SharedRun,
-    attend_shared,
     idle_cascade,
-    plan_cascade,
 )
 from pagedmlx.ops.launch import SIMD_WIDTH, Launch, Launcher, Platform
 from pagedmlx.ops.prefill import PrefillVariant, prefill_variant
-from pagedmlx.ops.variants import MAX_ROWS, DecodePath, DecodeVariant, MergeVariant, decode_by
+from pagedmlx.ops.runs import attend_runs
+from pagedmlx.ops.variants import (
+    MANY_CHUNKS,
+    MAX_ROWS,
+    DecodePath,
+    DecodeVariant,
+    MergeVariant,
+    decode_by,
+    merge_variant,
+)
 from pagedmlx.ops.worklist import (
     WorkList,
     choose_chunk,
@@ -32,10 +38,6 @@ from pagedmlx.ops.worklist import (
     idle_work_list,
     make_work_list,
 )
-
-# From this many chunks of a sequence on, one SIMD-group merges too slowly.
-_MANY_CHUNKS = 16
-_MERGE_SIMDGROUPS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,22 +59,21 @@ class Decode:
     @property
     def plans(self) -> list[mx.array | Int32Array]:
         """All that differs from step to step."""
-        return [self.plan] if self.cascade is None else [self.plan, self.cascade.plan]
+        return [self.plan] if self.cascade is None else [self.plan, self.cascade.runs.plan]
 
     def with_plans(self, arrays: Iterator[mx.array]) -> Decode:
         """The same with its plans on the device, taken in the order of ``plans``."""
         work = replace(self, plan=next(arrays))
         if self.cascade is None:
             return work
-        return replace(work, cascade=replace(self.cascade, plan=next(arrays)))
+        runs = self.cascade.runs.with_plan(arrays)
+        return replace(work, cascade=replace(self.cascade, runs=runs))
 
     @property
     def shape(self) -> tuple[object, ...]:
         """What must agree for two steps to be the same graph."""
-        shared = None if self.cascade is None else self.cascade.shape
-        can_write = self.writing is not None
-        kernels = self.variant, can_write, self.merge
-        return self.num_items, self.num_rows, self.plan.size, *kernels, shared
+        shared = None if self.cascade is None else self.cascade.runs.shape
+        return self.num_items, self.num_rows, self.plan.size, self.variant, self.merge, shared
 
 
 class DecodePlanner:
@@ -110,7 +111,6 @@ class DecodePlanner:
         self.cascades = CascadePlanner(cascade, wave)
         self._variants: dict[DecodeVariant, DecodeVariant] = {}
         self._changes: dict[tuple[object, ...], DecodeVariant] = {}
-        self._merges: dict[MergeVariant, MergeVariant] = {}
         self._prefills: dict[tuple[DecodeVariant, int], PrefillVariant] = {}
 
     def plan(
@@ -162,44 +162,6 @@ class DecodePlanner:
             return self._steps(work, whole, None, None)
         return self._split(work, whole, cascade)
 
-    def plan_rows(
-        self,
-        host: BatchArrays,
-        sequence: int,
-        group: int,
-        base: DecodeVariant,
-        num_padding: int = 0,
-    ) -> Decode:
-        """Plan a short chunk of a prompt: each row as a sequence of its own.
-
-        What lies before the chunk is seen by all of its rows, so a cascade attends it once. No
-        window may hide any of it.
-
-        Args:
-            host: The step.
-            sequence: Which sequence; a whole block at least lies before its rows.
-            group: The KV group.
-            base: What is fixed for these layers.
-            num_padding: Rows behind its own that nobody looks at.
-        """
-        first_row, end_row = host.query_start_loc[sequence : sequence + 2].tolist()
-        num_rows, end = end_row - first_row, int(host.context_lens[sequence])
-        block_size = base.pool.block_size
-        table = host.groups[group].block_tables[sequence : sequence + 1, : -(-end // block_size)]
-        rows = np.arange(num_rows)
-        ends = (end - num_rows + 1 + rows).astype(np.int32)
-        run = SharedRun(rows, (end - num_rows) // block_size * block_size)
-        tables = np.broadcast_to(table, (num_rows, table.shape[1]))
-        cascade = plan_cascade([run], tables, self.prefill_variant(base), self._wave)
-        whole = self._whole(base, 1)
-        groups_per_item = whole.pool.num_kv_heads * whole.parts
-        chunk = choose_chunk(cascade.lows, ends, groups_per_item, self._wave)
-        ones = np.ones(num_rows, np.int32)
-        work = make_work_list(
-            ones, cascade.lows, ends, table, chunk, None, np.zeros_like(rows), num_padding
-        )
-        return replace(self._split(work, whole, cascade), writing=None)
-
     def idle_works(self, base: DecodeVariant) -> list[Decode]:
         """A plan with nothing to do for all kernels that ``plan`` may choose, beside cascades'.
 
@@ -214,17 +176,15 @@ class DecodePlanner:
                 if _may_be_wider(whole):
                     works.append(self._steps(idle_work_list(1), self._wider(whole), None, None))
                 works.append(self._split(idle_work_list(2), whole, None))
-            works.append(self._split(idle_work_list(_MANY_CHUNKS + 1), whole, None))
+            works.append(self._split(idle_work_list(MANY_CHUNKS + 1), whole, None))
         return works
 
     def idle_cascades(self, base: DecodeVariant) -> list[Decode]:
         """The same for all kernels of steps with a cascade."""
-        variants = dict.fromkeys((self.cascade_variant(base), self.prefill_variant(base)))
+        cascade = idle_cascade(self.cascade_variant(base))
         whole = self._whole(base, 1)
         return [
-            self._split(idle_work_list(count), whole, idle_cascade(variant))
-            for variant in variants
-            for count in (1, _MANY_CHUNKS + 1)
+            self._split(idle_work_list(count), whole, cascade) for count in (1, MANY_CHUNKS + 1)
         ]
 
     def _whole(self, base: DecodeVariant, rows: int) -> DecodeVariant:
@@ -240,12 +200,18 @@ class DecodePlanner:
         num_chunks, shared_vectors = work.max_chunks, 0
         if cascade is not None:
             cascade.mark(work)
-            num_chunks += cascade.max_chunks
-            shared_vectors = cascade.variant.vectors
+            num_chunks += cascade.runs.max_chunks
+            shared_vectors = cascade.runs.variant.vectors
         split = self._changed(whole, split=True)
-        many = self._deterministic or num_chunks > _MANY_CHUNKS
-        merge = MergeVariant(split, _MERGE_SIMDGROUPS if many else 1, shared_vectors)
-        merge = self._merges.setdefault(merge, merge)
+        merge = merge_variant(
+            split.pool,
+            split.dtype,
+            split.factor,
+            split.vectors,
+            sinks=split.sinks,
+            many=self._deterministic or num_chunks > MANY_CHUNKS,
+            shared_vectors=shared_vectors,
+        )
         return self._steps(work, split, merge, cascade)
 
     def prefill_variant(self, base: DecodeVariant) -> PrefillVariant:
@@ -344,7 +310,7 @@ def attend_decode(
         return outputs[0]
     shared = []
     if work.cascade is not None:
-        shared = attend_shared(launcher, queries, layer, store, work.cascade)
+        shared = attend_runs(launcher, queries, layer, store, work.cascade.runs)
     threads = work.merge.num_simdgroups * SIMD_WIDTH
     return launcher(
         Launch(

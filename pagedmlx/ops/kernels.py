@@ -1,7 +1,7 @@
 """KernelBackend: attention straight over the blocks, by the kernels in ``metal/``.
 
-Sequences with few rows go through the decode kernel, and so do the rows of short chunks behind a
-long context; other chunks through ``prefill`` or, where that isn't faster, through ``chunks``.
+Sequences with few rows go through the decode kernel; chunks through ``prefill``, ``split_prefill``
+where they are short and their context is long, or ``chunks`` where MLX's own attention is faster.
 """
 
 from __future__ import annotations
@@ -24,6 +24,12 @@ from pagedmlx.ops.launch import Launcher
 from pagedmlx.ops.prefill import Prefill, PrefillVariant, attend_prefill, plan_prefill
 from pagedmlx.ops.prefill_path import PrefillChooser, PrefillPath
 from pagedmlx.ops.scratch import ALIGNMENT, Scratch
+from pagedmlx.ops.split_prefill import (
+    SplitPrefill,
+    attend_split_prefill,
+    idle_split_prefills,
+    plan_split_prefill,
+)
 from pagedmlx.ops.variants import MAX_ROWS, DecodePath, DecodeVariant, GatherVariant, PoolShape
 
 DEFAULT_WAVE = 528
@@ -109,6 +115,10 @@ class KernelBackend:
                 )
             elif isinstance(part.work, Prefill):
                 parts.append(attend_prefill(self.launcher, rows, layer, store, part.work, params))
+            elif isinstance(part.work, SplitPrefill):
+                parts.append(
+                    attend_split_prefill(self.launcher, rows, layer, store, part.work, params)
+                )
             else:
                 # A launch with all rows of the step can also write them.
                 can_write = is_whole and part.work.writing is not None
@@ -143,6 +153,10 @@ class KernelBackend:
         """The same for steps with a cascade, in such layers."""
         return self._planner.idle_cascades(kind)
 
+    def idle_split_prefills(self, kind: DecodeVariant) -> list[SplitPrefill]:
+        """The same for short chunks, in such layers."""
+        return idle_split_prefills(self._planner.prefill_variant(kind))
+
     @property
     def keeps_scores(self) -> bool:
         """Whether some layer's attention keeps all scores of a prompt's chunk at once."""
@@ -173,19 +187,19 @@ class KernelBackend:
         shared = self._planner.cascade_variant(kind)
         self._planner.cascades.thresholds[shared] = num_tokens
 
-    def avoid_cascades(self) -> None:
-        """Choose none any more: neither for tokens that sequences share nor for short chunks."""
+    def avoid_runs(self) -> None:
+        """Attend no runs any more: neither what sequences share nor short chunks in parts."""
         self._planner.cascades.thresholds.clear()
-        self._chooser.may_take_rows = False
+        self._chooser.may_split = False
 
     def can_plan_ahead(self, host: BatchArrays) -> bool:
-        """Whether all of a step's rows are attended like those that decode.
+        """Whether all of a step's rows are attended in ways that need no room but their plans.
 
         False before any step has shown the layers.
         """
         return bool(self._kinds) and all(
             num_rows <= MAX_ROWS
-            or self._chooser.takes_rows(
+            or self._chooser.splits(
                 self._planner.prefill_variant(base), num_rows, num_tokens, is_masked
             )
             for (_, window, _), base in self._kinds.items()
@@ -204,7 +218,7 @@ class KernelBackend:
             (group, window, kind): self._make_plan(batch, group, window, base)
             for (group, window, kind), base in self._kinds.items()
         }
-        return StepPlans({key: _only_decodes(each) for key, each in works.items()})
+        return StepPlans({key: _only_planned(each) for key, each in works.items()})
 
     def follow(self, batch: PagedBatch, plans: StepPlans, arrays: Sequence[mx.array]) -> None:
         """Take these plans for a batch, their arrays being on the device."""
@@ -263,8 +277,8 @@ class KernelBackend:
     ) -> list[_Work]:
         """Cut a step's sequences, in their order, into runs that are attended in the same way.
 
-        Padding belongs to the last one, if that is attended like rows that decode. What is planned
-        for such rows is not on the device yet.
+        Padding belongs to the last one, if that can be planned ahead. What can be is not on the
+        device yet.
         """
         host = batch.host
         gather = self._gathers.setdefault(
@@ -277,10 +291,11 @@ class KernelBackend:
             sequences = np.array(list(run))
             padding = batch.num_padding if sequences[-1] == len(ways) - 1 else 0
             match way:
-                case PrefillPath.ROWS:
-                    *others, last = sequences.tolist()
-                    works += [self._planner.plan_rows(host, each, group, base) for each in others]
-                    works.append(self._planner.plan_rows(host, last, group, base, padding))
+                case PrefillPath.SPLIT:
+                    prefill = self._planner.prefill_variant(base)
+                    works.append(
+                        plan_split_prefill(host, sequences, group, prefill, self.wave, padding)
+                    )
                 case PrefillPath.KERNEL:
                     prefill = self._planner.prefill_variant(base)
                     works += plan_prefill(host, sequences, group, window, prefill)
@@ -317,7 +332,8 @@ def _seen(host: BatchArrays, window: int | None) -> Iterator[tuple[int, int, boo
             yield num_rows, min(end, num_rows + window - 1), end > window
 
 
-_Work = Decode | Prefill | Chunk
+_Planned = Decode | SplitPrefill
+_Work = _Planned | Prefill | Chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,17 +354,17 @@ def _in_rows(works: Iterable[_Work]) -> tuple[_Part, ...]:
 
 
 def _on_device(work: _Work) -> _Work:
-    """The same with its plans on the device; those of prompts are there already."""
-    return work.with_plans(map(mx.array, work.plans)) if isinstance(work, Decode) else work
+    """The same with its plans on the device; those of other prompts are there already."""
+    return work.with_plans(map(mx.array, work.plans)) if isinstance(work, _Planned) else work
 
 
-def _only_decodes(works: Iterable[_Work]) -> tuple[Decode, ...]:
-    """The same, all of them attending like rows that decode."""
-    decodes: list[Decode] = []
+def _only_planned(works: Iterable[_Work]) -> tuple[_Planned, ...]:
+    """The same, all of them planned ahead."""
+    planned: list[_Planned] = []
     for work in works:
-        assert isinstance(work, Decode), "it can't be planned ahead"
-        decodes.append(work)
-    return tuple(decodes)
+        assert isinstance(work, _Planned), "it can't be planned ahead"
+        planned.append(work)
+    return tuple(planned)
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,13 +375,13 @@ class StepPlans:
         works: For each kind of layers the plans of all rows, in their order.
     """
 
-    works: Mapping[tuple[int, int | None, int], tuple[Decode, ...]]
+    works: Mapping[tuple[int, int | None, int], tuple[_Planned, ...]]
 
     @property
     def arrays(self) -> list[Int32Array]:
         """What differs from step to step, not on the device yet."""
-        decodes = itertools.chain.from_iterable(self.works.values())
-        return [np.asarray(plan) for work in decodes for plan in work.plans]
+        works = itertools.chain.from_iterable(self.works.values())
+        return [np.asarray(plan) for work in works for plan in work.plans]
 
     @property
     def shape(self) -> tuple[object, ...]:

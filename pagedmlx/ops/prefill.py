@@ -47,8 +47,9 @@ _BANK_BYTES = 128
 class PrefillVariant:
     """``prefill.metal`` for one pool and one kind of attention layer; see ``DecodeVariant``.
 
-    ``shared`` is for rows of several sequences that begin alike; see ``cascade``. A SIMD-group
-    attends 8 vectors for each of its ``columns``; with 2, K and V are read half as often.
+    Where ``split``, tokens are cut in chunks, whose results ``merge.metal`` merges; see ``runs``.
+    A SIMD-group attends 8 vectors for each of its ``columns``; with 2, K and V are read half as
+    often.
     """
 
     pool: PoolShape
@@ -57,7 +58,7 @@ class PrefillVariant:
     sinks: bool = False
     scale: float = 1.0
     softcap: float | None = None
-    shared: bool = False
+    split: bool = False
     columns: int = 1
 
     @property
@@ -106,9 +107,9 @@ class PrefillVariant:
         return keys
 
     @cached_property
-    def sharing(self) -> PrefillVariant:
-        """The same for shared tokens; one object, so that its text is put together once."""
-        return replace(self, sinks=False, shared=True)
+    def splitting(self) -> PrefillVariant:
+        """The same in chunks; one object, so that its text is put together once."""
+        return replace(self, sinks=False, split=True)
 
     @cached_property
     def kernel(self) -> Kernel:
@@ -123,7 +124,7 @@ class PrefillVariant:
             "W": self.load_width,
             "K_PAD": self.k_padding,
             "V_PAD": self.v_padding,
-            "SHARED": int(self.shared),
+            "SPLIT": int(self.split),
             "HAS_SINKS": int(self.sinks),
             "HAS_SOFTCAP": int(self.softcap is not None),
             "QUERY_SCALE": scale,
@@ -133,7 +134,7 @@ class PrefillVariant:
             "prefill",
             constants,
             ("queries", "k_pool", "v_pool", "plan", *(("sinks",) if self.sinks else ()), "token"),
-            ("partials", "stats") if self.shared else ("out",),
+            ("partials", "stats") if self.split else ("out",),
             threadgroup_bytes=self._tile_bytes(self.keys),
         )
         return with_matrices(kernel)

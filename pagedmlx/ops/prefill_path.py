@@ -1,4 +1,4 @@
-"""Who attends a prefill chunk: ``prefill.metal``, MLX's own attention, or the decode kernel."""
+"""Who attends a prefill chunk: ``prefill.metal``, whole or in parts, or MLX's own attention."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ _MIN_BEFORE = 1024
 class PrefillPath(StrEnum):
     """Who attends prefill chunks.
 
-    ``kernel`` is ``prefill.metal``; ``gather`` MLX's own attention on gathered K and V; ``rows``
-    takes each row for a sequence, with a cascade for what lies before the chunk.
+    ``kernel`` is ``prefill.metal``; ``split`` is the same with each row's tokens cut in parts;
+    ``gather`` is MLX's own attention on gathered K and V.
     """
 
     AUTO = "auto"
     KERNEL = "kernel"
     GATHER = "gather"
-    ROWS = "rows"
+    SPLIT = "split"
 
 
 class PrefillChooser:
     """Chooses for each chunk.
 
     A short chunk behind a long context has too few tiles to fill the GPU, and each is long: there
-    the context is cut across, as in decoding, and rows are taken one by one.
+    the context is cut across, as in decoding.
 
     On Metal the kernel is taken where it is expected to be faster: for types that the matrix units
     are fed from 16 bits, and head sizes that fit the registers well.
@@ -57,11 +57,11 @@ class PrefillChooser:
         wave: Threadgroups that it runs at once.
 
     Attributes:
-        may_take_rows: Whether rows are taken one by one where nothing is forced.
+        may_split: Whether contexts are cut across where nothing is forced.
     """
 
     def __init__(self, path: PrefillPath, platform: Platform, wave: int) -> None:
-        self.may_take_rows = True
+        self.may_split = True
         self._path = path
         self._platform = platform
         self._wave = wave
@@ -80,8 +80,8 @@ class PrefillChooser:
         """
         if self._path is PrefillPath.GATHER or not variant.is_supported:
             return PrefillPath.GATHER
-        if self.takes_rows(variant, num_rows, num_tokens, is_masked):
-            return PrefillPath.ROWS
+        if self.splits(variant, num_rows, num_tokens, is_masked):
+            return PrefillPath.SPLIT
         if self._path is not PrefillPath.AUTO:
             return PrefillPath.KERNEL
         on_cuda = self._platform is Platform.CUDA
@@ -96,19 +96,18 @@ class PrefillChooser:
             self._work.popitem(last=False)
         return PrefillPath.KERNEL if spent < PLAN_WORK else PrefillPath.GATHER
 
-    def takes_rows(
+    def splits(
         self, variant: PrefillVariant, num_rows: int, num_tokens: int, is_masked: bool
     ) -> bool:
-        """Whether ``choose`` would take the rows of a chunk one by one."""
-        num_before = num_tokens - num_rows
-        if not variant.is_supported or is_masked or num_before < variant.pool.block_size:
+        """Whether ``choose`` would cut the context of a chunk across."""
+        if not variant.is_supported or is_masked:
             return False
         if self._path is not PrefillPath.AUTO:
-            return self._path is PrefillPath.ROWS
-        is_short = num_rows <= _MAX_ROWS and num_before >= _MIN_BEFORE
+            return self._path is PrefillPath.SPLIT
+        is_short = num_rows <= _MAX_ROWS and num_tokens - num_rows >= _MIN_BEFORE
         num_tiles = -(-num_rows * variant.factor // variant.vectors)
         is_small = 2 * num_tiles * variant.pool.num_kv_heads <= self._wave
-        return self.may_take_rows and is_short and is_small
+        return self.may_split and is_short and is_small
 
     def keeps_scores(self, variant: PrefillVariant) -> bool:
         """Whether chunks may go by an attention that keeps all of their scores at once."""

@@ -14,6 +14,7 @@ from pagedmlx.ops.decode import Decode, attend_decode
 from pagedmlx.ops.in_place import InPlaceWriter
 from pagedmlx.ops.kernels import KernelBackend
 from pagedmlx.ops.launch import Launcher
+from pagedmlx.ops.split_prefill import SplitPrefill, attend_split_prefill
 from pagedmlx.ops.variants import DecodeVariant
 
 
@@ -62,19 +63,22 @@ class TrialLayer:
         slots = first_slot + np.arange(len(self._keys), dtype=np.int64)
         self._store.write(0, self._keys, self._values, mx.array(slots))
 
-    def run(self, work: Decode) -> None:
+    def run(self, work: Decode | SplitPrefill) -> None:
         """Do what a plan says, and also the writing of the rows if its kernel can.
 
         Args:
             work: For this layer's blocks and rows; not on the device yet.
         """
         work = work.with_plans(map(mx.array, work.plans))
+        given = (self._launcher, self._queries, 0, self._store)
+        if isinstance(work, SplitPrefill):
+            self._store.commit(attend_split_prefill(*given, work, self._params))
+            return
         slots = mx.arange(len(self._keys), dtype=mx.int64)
         for new in (False, True) if work.writing is not None else (False,):
             self._store.write(0, self._keys, self._values, slots)
             rows = self._store.claim(0, self._queries.dtype) if new else None
-            arguments = (self._queries, 0, self._store, work, self._params, rows)
-            self._store.commit(attend_decode(self._launcher, *arguments))
+            self._store.commit(attend_decode(*given, work, self._params, rows))
 
     def attend(
         self, backend: KernelBackend, batch: PagedBatch, times: int, *, from_pool: bool = False

@@ -22,6 +22,7 @@ from pagedmlx.ops.kernels import KernelBackend
 from pagedmlx.ops.launch import Launcher, Platform
 from pagedmlx.ops.prefill import prefill_variant
 from pagedmlx.ops.prefill_path import PrefillPath
+from pagedmlx.ops.split_prefill import SplitPrefill
 from pagedmlx.ops.trial import TrialLayer
 from pagedmlx.ops.variants import MAX_ROWS, DecodeVariant
 
@@ -82,13 +83,13 @@ def tune(backend: KernelBackend, chunk: int, max_len: int) -> list[str]:
         if not prefill_variant(base).is_supported:
             continue
         try:
-            for work in backend.idle_cascades(base):
+            for work in (*backend.idle_cascades(base), *backend.idle_split_prefills(base)):
                 _run_idle(backend, base, work)
             _compare_prefills(backend, base)
             _plan_chunks(backend, base, chunk, min(max_len, PLANNED_TOKENS))
             threshold = measure_threshold(backend.launcher, backend.wave, base)
         except (KernelError, RuntimeError) as error:  # the latter is MLX's, of memory too
-            backend.avoid_cascades()
+            backend.avoid_runs()
             return [f"shared beginnings: read for each sequence: {first_line(error)}"]
         if threshold is None:
             notes.append("shared beginnings: read for each sequence, which is as fast here")
@@ -125,7 +126,7 @@ def measure_threshold(
     return threshold
 
 
-def _run_idle(backend: KernelBackend, base: DecodeVariant, work: Decode) -> None:
+def _run_idle(backend: KernelBackend, base: DecodeVariant, work: Decode | SplitPrefill) -> None:
     """Launch the kernels of a plan with nothing to do, which compiles them."""
     num_rows = MAX_ROWS
     num_blocks = -(-num_rows // base.pool.block_size)
@@ -138,7 +139,7 @@ def _compare_prefills(backend: KernelBackend, base: DecodeVariant) -> None:
     Raises:
         KernelError: One of them can't be compiled, or they differ.
     """
-    ways = {PrefillPath.KERNEL, PrefillPath.ROWS}
+    ways = {PrefillPath.KERNEL, PrefillPath.SPLIT}
     if backend.launcher.platform is Platform.CUDA:
         ways.add(PrefillPath.GATHER)
     num_rows = 2 * MAX_ROWS

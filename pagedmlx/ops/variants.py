@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from pagedmlx.kv.layout import DTYPE_BYTES
 from pagedmlx.ops.launch import MAX_THREADGROUP_BYTES, SIMD_WIDTH, Kernel, Platform
@@ -274,30 +274,37 @@ class DecodeVariant:
 
 @dataclass(frozen=True)
 class MergeVariant:
-    """``merge.metal`` for what a decode variant leaves.
+    """``merge.metal`` for what a kernel leaves that cuts tokens in chunks.
 
     Attributes:
-        decode: That variant.
+        pool: The pool.
+        dtype: Type of the output by name.
+        factor: Query heads that share a KV head.
+        vectors: Query vectors of an item of that kernel.
+        sinks: Whether attention sinks take part.
         num_simdgroups: SIMD-groups of a threadgroup; more for many chunks.
-        shared_vectors: Vectors of a threadgroup of a cascade's shared part; 0 without one.
+        shared_vectors: Query vectors of an item of a cascade's shared part; 0 without one.
     """
 
-    decode: DecodeVariant
+    pool: PoolShape
+    dtype: str
+    factor: int
+    vectors: int
+    sinks: bool = False
     num_simdgroups: int = 1
     shared_vectors: int = 0
 
     @cached_property
     def kernel(self) -> Kernel:
         """The text with these constants."""
-        decode = self.decode
         constants = {
-            "T": TYPE_NAMES[decode.dtype],
-            "H": decode.pool.num_kv_heads,
-            "FACTOR": decode.factor,
-            "DV": decode.pool.v_head_dim,
-            "VECTORS": decode.vectors,
+            "T": TYPE_NAMES[self.dtype],
+            "H": self.pool.num_kv_heads,
+            "FACTOR": self.factor,
+            "DV": self.pool.v_head_dim,
+            "VECTORS": self.vectors,
             "SIMDGROUPS": self.num_simdgroups,
-            "HAS_SINKS": int(decode.sinks),
+            "HAS_SINKS": int(self.sinks),
             "SHARED": self.shared_vectors,
         }
         return make_kernel(
@@ -305,12 +312,48 @@ class MergeVariant:
             constants,
             (
                 *("partials", "stats", "plan"),
-                *(("sinks",) if decode.sinks else ()),
+                *(("sinks",) if self.sinks else ()),
                 *(("shared_partials", "shared_stats") if self.shared_vectors else ()),
             ),
             ("out",),
-            threadgroup_bytes=4 * self.num_simdgroups * decode.pool.v_head_dim,
+            threadgroup_bytes=self._threadgroup_bytes,
         )
+
+    @property
+    def _threadgroup_bytes(self) -> int:
+        several = self.num_simdgroups > 1
+        return 4 * self.num_simdgroups * self.pool.v_head_dim if several else 0
+
+
+MANY_CHUNKS = 16
+"""With more chunks of a row, one SIMD-group merges too slowly."""
+_MERGE_SIMDGROUPS = 8
+
+
+@lru_cache
+def merge_variant(
+    pool: PoolShape,
+    dtype: str,
+    factor: int,
+    vectors: int,
+    *,
+    sinks: bool,
+    many: bool,
+    shared_vectors: int = 0,
+) -> MergeVariant:
+    """The one object for equal variants, so that texts are put together once.
+
+    Args:
+        pool: As in ``MergeVariant``, like the others.
+        dtype: Likewise.
+        factor: Likewise.
+        vectors: Likewise.
+        sinks: Likewise.
+        many: Whether some row has more than ``MANY_CHUNKS``.
+        shared_vectors: Likewise.
+    """
+    num_simdgroups = _MERGE_SIMDGROUPS if many else 1
+    return MergeVariant(pool, dtype, factor, vectors, sinks, num_simdgroups, shared_vectors)
 
 
 def decode_by(path: DecodePath, variant: DecodeVariant, platform: Platform) -> DecodeVariant:

@@ -76,7 +76,6 @@ def make_work_list(
     block_tables: Int32Array,
     chunks: int | npt.NDArray[np.int64],
     window: int | None,
-    table_rows: npt.NDArray[np.intp] | None = None,
     num_padding: int = 0,
 ) -> WorkList:
     """Cut the tokens [low, end) of every sequence at multiples of its chunk.
@@ -85,14 +84,13 @@ def make_work_list(
         num_rows: (S,) rows of each sequence, which lie one after the other.
         lows: (S,) first token that any row of a sequence sees.
         ends: (S,) one past the last.
-        block_tables: (S, B), or fewer with ``table_rows``; negative where there is none.
+        block_tables: (S, B); negative where there is none.
         chunks: Tokens of a chunk, or (S,) one for each sequence.
         window: Tokens that a row sees; None is all.
-        table_rows: (S,) whose table each sequence has; its own if None.
         num_padding: Rows behind them that nobody looks at: sequences without tokens.
     """
     num_seqs = len(num_rows)
-    whose_table = np.arange(num_seqs) if table_rows is None else table_rows
+    whose_table = np.arange(num_seqs)
     chunk = np.broadcast_to(chunks, (num_seqs,))
     if num_padding:
         behind = (0, num_padding)
@@ -130,6 +128,18 @@ def make_work_list(
     tables = plan[tables_at : tables_at + block_tables.size]
     tables[:] = np.maximum(block_tables, 0).ravel()
     return WorkList(plan, bucket(num_items), total_rows, int(counts.max()))
+
+
+def merge_list(merges: Int32Array) -> Int32Array:
+    """A plan in which ``merge.metal`` finds nothing but its rows.
+
+    Args:
+        merges: (T, 3) for each row the first of its partial results, their number, its place.
+    """
+    plan = np.zeros(HEADER + MERGE_ROW * len(merges), dtype=np.int32)
+    plan[2:4] = HEADER, len(merges)
+    plan[HEADER:].reshape(-1, MERGE_ROW)[:, :3] = merges
+    return plan
 
 
 def idle_work_list(max_chunks: int) -> WorkList:

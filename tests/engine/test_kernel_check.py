@@ -39,7 +39,7 @@ def test_a_wrong_kernel_is_named_and_gather_expected():
     report = check_kernels(FiberLauncher(change=plant))
     failed = {check.name for check in report.checks if not check.ok}
     assert failed == {
-        *("prefill, float16", "prefill, window, bfloat16", "prefill by rows, float16"),
+        *("prefill, float16", "prefill, window, bfloat16", "prefill in parts, float16"),
         "prefill after RoPE, float16",
     }
     assert (report.ok, report.path) == (False, "gather")
@@ -79,7 +79,7 @@ def test_a_kernel_that_does_not_compile_hides_no_other():
 
     report = check_kernels(Refusing())
     failed, *others = [check for check in report.checks if not check.ok]
-    assert [check.name for check in others] == ["prefill by rows, float16"]
+    assert [check.name for check in others] == ["prefill in parts, float16"]
     assert failed.name == "decode in parts, bfloat16"
     assert "undeclared identifier" in str(failed.problem)
     assert "\n" not in str(failed.problem)

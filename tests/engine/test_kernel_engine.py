@@ -230,7 +230,7 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize(
     ("tiny", "prefill", "written_by"),
     [
-        ("llama", "rows", "rope"),
+        ("llama", "split", "rope"),
         ("llama", "gather", "rope"),
         ("llama_window", "kernel", "rope"),
         ("gpt_oss", "auto", "rope"),
@@ -279,7 +279,7 @@ def test_one_graph_serves_prompts_of_several_lengths_behind_a_cached_beginning(
     def work() -> None:
         model, rng = tiny_model("tiny").model, np.random.default_rng(5)
         params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-        with Serving(FiberLauncher(), "rows") as serving:
+        with Serving(FiberLauncher(), "split") as serving:
             for length in (16, 12, 9, 11, 10):
                 prompt = [*serving.prompts[0][:32], *rng.integers(3, 250, length).tolist()]
                 if length == 12:

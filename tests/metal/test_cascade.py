@@ -85,13 +85,13 @@ def test_rows_are_written_by_the_kernel_as_without_a_cascade() -> None:
 FAULTS = [
     ("prefill", "plan[work[0] + (i)]", "work[0] + (i)", OUTSIDE),
     ("prefill", "const int start = work[5];", "const int start = 0;", WRONG_RESULT),
-    ("prefill", "#define END(i) work[2]", "#define END(i) (work[2] - 1)", WRONG_RESULT),
+    ("prefill", "#define END(i) min(work[2],", "#define END(i) min(work[2] - 1,", WRONG_RESULT),
     ("prefill", "+ vector - first_vector;", "+ vector;", "race"),
     ("prefill", "stats[2 * place + 1] = sum;", "", WRONG_RESULT),
     ("merge", "num_own + work[4];", "num_own;", WRONG_RESULT),
-    ("merge", "shared_vector / SHARED * work[4];", "shared_vector / SHARED;", WRONG_RESULT),
-    ("merge", "work[5] * FACTOR + head % FACTOR", "work[5] * FACTOR", WRONG_RESULT),
-    ("merge", "(i) - num_own) * SHARED_STRIDE) + (e)", "(i)) * SHARED_STRIDE) + (e)", OUTSIDE),
+    ("merge", "/ (vectors) * (at)[1])", "/ (vectors))", WRONG_RESULT),
+    ("merge", "head % FACTOR) % (vectors)", "head % 1) % (vectors)", WRONG_RESULT),
+    ("merge", "((i) - num_own) * (long(H)", "(i) * (long(H)", OUTSIDE),
 ]
 
 

@@ -193,7 +193,7 @@ def test_short_chunks_are_planned_ahead_with_padding_like_rows_that_decode(spans
         dtype="float16",
         writer=InPlaceWriter(launcher),
     )
-    backend, params = KernelBackend(launcher, 1 << 20, prefill="rows"), AttentionParams(0.125)
+    backend, params = KernelBackend(launcher, 1 << 20, prefill="split"), AttentionParams(0.125)
     output = planned_ahead(case, backend, params, num_padding=3).attend(backend, params)
     np.testing.assert_allclose(output[:-3], case.expected(params), rtol=4e-3, atol=4e-3)
     assert not output[-3:].any()

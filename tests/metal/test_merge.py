@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pagedmlx.ops.launch import SIMD_WIDTH, Launch
-from pagedmlx.ops.variants import DecodeVariant, MergeVariant, PoolShape
+from pagedmlx.ops.variants import MergeVariant, PoolShape
 from pagedmlx.ops.worklist import HEADER, MERGE_ROW
 from tests.metal.launcher import FiberLauncher
 from tests.support.attention import to_numpy
@@ -19,18 +19,21 @@ NOTHING_SEEN = -0.5 * float(np.finfo(np.float32).max)
 """The largest score of a chunk in which a row sees nothing."""
 
 # Around the borders of SIMD-groups; of each row its own chunks and the shared ones.
-ALONE = [(count, 0) for count in (1, 2, 31, 32, 33, 63, 64, 65)]
-SHARED = [(1, 31), (1, 32), (31, 1), (31, 2), (32, 33), (33, 0), (64, 1), (1, 65)]
+NUM_PLACES = 9
+ALONE = [(count, 0) for count in (0, 1, 2, 31, 32, 33, 63, 64, 65)]
+SHARED = [(0, 3), (1, 31), (1, 32), (31, 1), (31, 2), (32, 33), (33, 0), (64, 1), (1, 65)]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a launch depends on; row i shares ``rows[i][1]`` chunks, as row ``places[i]`` of them.
+    """What a launch depends on; row i has ``rows[i]`` chunks of its own and shared ones.
 
-    A piece of shared rows is cut in tiles of ``shared`` vectors.
+    Each row has some place in its sequence, and another one among those it shares with, which are
+    cut in tiles of ``vectors`` and ``shared`` query vectors.
     """
 
     rows: Sequence[tuple[int, int]]
+    vectors: int
     shared: int
     num_simdgroups: int
     sinks: bool
@@ -40,20 +43,28 @@ class Setting:
 
     def variant(self) -> MergeVariant:
         pool = PoolShape("float32", self.num_kv_heads, 64, self.v_head_dim, 16)
-        decode = DecodeVariant(pool, "float32", self.factor, split=True, sinks=self.sinks)
-        return MergeVariant(decode, self.num_simdgroups, self.shared)
+        return MergeVariant(
+            pool,
+            "float32",
+            self.factor,
+            self.vectors,
+            self.sinks,
+            self.num_simdgroups,
+            self.shared,
+        )
 
     def deviation(self, seed: int) -> float:
         """Largest error; infinite where something is read that belongs to no chunk of a row."""
         rng = np.random.default_rng(seed)
         variant = self.variant()
-        num_vectors, heads, factor = variant.decode.vectors, self.num_kv_heads, self.factor
+        heads, factor = self.num_kv_heads, self.factor
         dim, num_rows = self.v_head_dim, len(self.rows)
-        own = _Parts(sum(count for count, _ in self.rows) + 1, heads, num_vectors, dim)
-        places = rng.integers(0, 9, num_rows)
-        num_tiles = -(-9 * factor // self.shared) if self.shared else 0
-        num_shared = sum(count * num_tiles for _, count in self.rows) + 1
-        others = _Parts(num_shared, heads, max(self.shared, 1), dim)
+        tiles = [-(-NUM_PLACES * factor // max(each, 1)) for each in (self.vectors, self.shared)]
+        own, others = (
+            _Parts(sum(row[i] * tiles[i] for row in self.rows) + 1, heads, vectors, dim)
+            for i, vectors in enumerate((self.vectors, max(self.shared, 1)))
+        )
+        places = rng.integers(0, NUM_PLACES, (num_rows, 2))
         sinks = rng.standard_normal(heads * factor).astype(np.float32)
         plan = np.zeros(HEADER + MERGE_ROW * num_rows, np.int32)
         plan[2:4] = HEADER, num_rows
@@ -61,17 +72,20 @@ class Setting:
         expected = np.empty((num_rows, heads * factor, dim))
         first_own = first_shared = 0
         for row, (num_own, count) in enumerate(self.rows):
-            merges[row, :6] = first_own, num_own, 0, first_shared, count, places[row]
+            merges[row, :3] = first_own, num_own, places[row, 0]
+            merges[row, 3:6] = first_shared, count, places[row, 1]
             for head in range(heads * factor):
                 kv_head, vector = divmod(head, factor)
-                found = [own.fill(rng, first_own + i, kv_head, vector) for i in range(num_own)]
+                tile, column = divmod(places[row, 0] * factor + vector, self.vectors)
+                first = first_own + tile * num_own
+                found = [own.fill(rng, first + i, kv_head, column) for i in range(num_own)]
                 if count:
-                    tile, column = divmod(places[row] * factor + vector, self.shared)
+                    tile, column = divmod(places[row, 1] * factor + vector, self.shared)
                     first = first_shared + tile * count
                     found += [others.fill(rng, first + i, kv_head, column) for i in range(count)]
                 expected[row, head] = _merged(found, sinks[head] if self.sinks else None)
-            first_own += num_own
-            first_shared += count * num_tiles
+            first_own += num_own * tiles[0]
+            first_shared += count * tiles[1]
         inputs = [own.partials, own.stats, plan]
         inputs += [sinks] if self.sinks else []
         inputs += [others.partials, others.stats] if self.shared else []
@@ -109,6 +123,8 @@ class _Parts:
 
 
 def _merged(found: list[tuple[np.ndarray, np.ndarray]], sink: float | None) -> np.ndarray:
+    if not found:
+        return np.zeros(())
     tops = [stats[0] for _, stats in found]
     scores = np.array(tops if sink is None else [*tops, sink / np.log(2)])
     shares = np.exp2(scores - scores.max())
@@ -121,10 +137,10 @@ def _merged(found: list[tuple[np.ndarray, np.ndarray]], sink: float | None) -> n
 @pytest.mark.parametrize(
     "setting",
     [
-        Setting(ALONE, 0, num_simdgroups=1, sinks=False, factor=3, v_head_dim=80),
-        Setting(ALONE, 0, num_simdgroups=8, sinks=True, factor=2, v_head_dim=16),
-        Setting(SHARED, 32, num_simdgroups=1, sinks=True, factor=5, v_head_dim=112),
-        Setting(SHARED, 64, num_simdgroups=8, sinks=False, factor=8, v_head_dim=48),
+        Setting(ALONE, 32, 0, num_simdgroups=1, sinks=False, factor=5, v_head_dim=80),
+        Setting(ALONE, 32, 0, num_simdgroups=8, sinks=True, factor=2, v_head_dim=256),
+        Setting(SHARED, 64, 32, num_simdgroups=1, sinks=True, factor=5, v_head_dim=112),
+        Setting(SHARED, 16, 64, num_simdgroups=8, sinks=False, factor=8, v_head_dim=48),
     ],
     ids=str,
 )
@@ -133,7 +149,7 @@ def test_any_number_of_chunks_gives_their_sum(setting: Setting) -> None:
 
 
 def test_rows_that_see_nothing_have_no_output() -> None:
-    variant = Setting([(1, 0)], 0, 1, sinks=False, factor=1, v_head_dim=16, num_kv_heads=1)
+    variant = Setting([(1, 0)], 1, 0, 1, sinks=False, factor=1, v_head_dim=16, num_kv_heads=1)
     plan = np.zeros(HEADER + MERGE_ROW, np.int32)
     plan[2:4] = HEADER, 1
     plan[HEADER + 1] = 1

@@ -17,7 +17,7 @@ import pytest
 from pagedmlx.kv.layout import AxisOrder
 from pagedmlx.ops.base import AttentionParams
 from pagedmlx.ops.in_place import InPlaceWriter, pool_shape
-from pagedmlx.ops.kernels import KernelBackend
+from pagedmlx.ops.kernels import DEFAULT_WAVE, KernelBackend
 from pagedmlx.ops.launch import Kernel, Launcher
 from pagedmlx.ops.prefill import PrefillVariant, attend_prefill, plan_prefill
 from pagedmlx.ops.variants import BLOCK_SIZES
@@ -47,6 +47,7 @@ class Setting:
     sinks: bool
     spans: tuple[tuple[int, int], ...]
     columns: int = 1
+    split: bool = False
 
     def __str__(self) -> str:
         values = (getattr(self, field.name) for field in fields(self) if field.name != "spans")
@@ -90,9 +91,10 @@ class Setting:
         return PrefillVariant(shape, self.dtype, self.factor, *settings)
 
     def run(self, launcher: Launcher, case: Case) -> np.ndarray:
-        return case.attend(
-            KernelBackend(launcher, prefill="kernel", columns=self.columns), self.params()
-        )
+        # Chunks of the fewest tokens.
+        wave, path = (1 << 20, "split") if self.split else (DEFAULT_WAVE, "kernel")
+        backend = KernelBackend(launcher, wave, prefill=path, columns=self.columns)
+        return case.attend(backend, self.params())
 
     def deviation(self, launcher: Launcher) -> float:
         """Largest error against float64, in units of the type's tolerance; infinite for NaN."""
@@ -115,6 +117,7 @@ SECOND: Mapping[str, Sequence[Any]] = {
     "softcap": (None, 20.0),
     "sinks": (False, True),
     "columns": (1, 2),
+    "split": (False, True),  # where no window hides anything
     # Rows and contexts around the borders of blocks, of tiles and of the launch's pieces.
     "spans": (
         ((0, 9), (0, 15), (0, 16), (0, 17)),
@@ -123,6 +126,7 @@ SECOND: Mapping[str, Sequence[Any]] = {
         ((0, 63), (0, 9)),
         ((0, 65), (54, 9)),
         ((17, 64),),
+        ((120, 41), (200, 9)),
     ),
 }
 
@@ -277,9 +281,21 @@ FAULTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_planted_fault_is_caught(fault, count: Counter[str]):
-    old, new, rungs = FAULTS[fault]
+# The same where tokens are cut in chunks.
+FAULTS_OF_SPLIT: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "rows see one token less": ("work[6] + (i)", "work[6] - 1 + (i)", WRONG),
+    "no row sees more than the first": ("work[6] + (i)", "work[6]", WRONG),
+    "rows see tokens of the next chunk": ("min(work[2], work[6] + (i))", "work[6] + (i)", WRONG),
+    "wrong chunk": ("const int start = work[5];", "const int start = 0;", WRONG),
+}
+
+
+@pytest.mark.parametrize(
+    ("fault", "split"),
+    [*((fault, False) for fault in FAULTS), *((fault, True) for fault in FAULTS_OF_SPLIT)],
+)
+def test_planted_fault_is_caught(fault: str, split: bool, count: Counter[str]):
+    old, new, rungs = (FAULTS_OF_SPLIT if split else FAULTS)[fault]
 
     def plant(kernel: Kernel, source: str) -> str:
         if not is_prefill(kernel):
@@ -292,6 +308,8 @@ def test_planted_fault_is_caught(fault, count: Counter[str]):
 
     launcher = FiberLauncher(change=plant)
     setting = replace(SMALL, num_kv_heads=2, window=20, spans=((30, 50), (9, 41)))
+    if split:
+        setting = replace(setting, split=True, window=None)
     try:
         caught = None if setting.deviation(launcher) < MAX_DEVIATION else WRONG[0]
     except ExecutionError as error:

@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagedmlx.core.batch import NO_BLOCK, Int32Array
-from pagedmlx.ops.cascade import CascadePath, CascadePlanner, SharedRun, find_runs, plan_cascade
+from pagedmlx.ops.cascade import CascadePath, CascadePlanner, find_runs, plan_cascade
 from pagedmlx.ops.prefill import PrefillVariant
+from pagedmlx.ops.runs import Run
 from pagedmlx.ops.variants import PoolShape
 from pagedmlx.ops.worklist import HEADER, ITEM, make_work_list
 
@@ -44,14 +45,14 @@ def test_a_run_is_in_the_tables_of_its_sequences_and_no_sequence_in_two(
 ) -> None:
     tables, ends = tables_of(sequences)
     runs = find_runs(tables, ends, BLOCK)
-    members = [place for run in runs for place in run.sequences.tolist()]
+    members = [place for run in runs for place in run.rows.tolist()]
     assert len(members) == len(set(members))
     for run in runs:
-        assert len(run.sequences) >= 2
+        assert len(run.rows) >= 2
         num_blocks = run.num_tokens // BLOCK
         assert num_blocks * BLOCK == run.num_tokens > 0
-        assert (run.num_tokens < ends[run.sequences]).all()
-        shared = tables[run.sequences, :num_blocks]
+        assert (run.num_tokens < ends[run.rows]).all()
+        shared = tables[run.rows, :num_blocks]
         assert (shared == shared[0]).all()
         assert NO_BLOCK not in shared
     # Whoever is left alone begins like nobody else who is.
@@ -64,10 +65,10 @@ def test_the_run_that_spares_most_is_taken() -> None:
     # Three share two blocks, two of them seven: twice two is less than once seven.
     tables, ends = tables_of([(0, 2, 3, 1), (0, 7, 0, 1), (0, 7, 2, 3)])
     (run,) = find_runs(tables, ends, BLOCK)
-    assert (run.sequences.tolist(), run.num_tokens) == ([1, 2], 28)
+    assert (run.rows.tolist(), run.num_tokens) == ([1, 2], 28)
     tables, ends = tables_of([(0, 4, 3, 1), (0, 7, 0, 1), (0, 7, 2, 3)])
     (run,) = find_runs(tables, ends, BLOCK)
-    assert (run.sequences.tolist(), run.num_tokens) == ([0, 1, 2], 16)
+    assert (run.rows.tolist(), run.num_tokens) == ([0, 1, 2], 16)
 
 
 def test_hundreds_of_pairs_under_one_beginning_are_found_in_one_pass() -> None:
@@ -75,7 +76,7 @@ def test_hundreds_of_pairs_under_one_beginning_are_found_in_one_pass() -> None:
     tables[:, 0] = 0
     tables[1::2, :8] = tables[::2, :8]
     runs = find_runs(tables, np.full(600, 9 * BLOCK, np.int32), BLOCK)
-    found = sorted((run.sequences.tolist(), run.num_tokens) for run in runs)
+    found = sorted((run.rows.tolist(), run.num_tokens) for run in runs)
     assert found == [([place, place + 1], 8 * BLOCK) for place in range(0, 600, 2)]
 
 
@@ -83,7 +84,7 @@ def test_who_is_left_of_a_larger_group_goes_together() -> None:
     # Four share two blocks, and two of them seven more.
     tables, ends = tables_of([(0, 2, 3, 1), (0, 9, 0, 1), (0, 2, 1, 2), (0, 9, 2, 3)])
     runs = find_runs(tables, ends, BLOCK)
-    found = sorted((run.sequences.tolist(), run.num_tokens) for run in runs)
+    found = sorted((run.rows.tolist(), run.num_tokens) for run in runs)
     assert found == [([0, 2], 2 * BLOCK), ([1, 3], 9 * BLOCK)]
 
 
@@ -105,17 +106,17 @@ def test_every_row_finds_all_shared_tokens_among_its_own_items(
         return
     variant = _variant(factor)
     # Long enough for several chunks.
-    runs = [SharedRun(run.sequences, run.num_tokens * 25) for run in runs]
+    runs = [Run(run.rows, run.num_tokens * 25) for run in runs]
     tables = np.repeat(tables, 25, axis=1)
     cascade = plan_cascade(runs, tables, variant, wave)
-    assert cascade.variant.shared
-    plan = np.asarray(cascade.plan)
+    assert cascade.runs.variant.split
+    plan = np.asarray(cascade.runs.plan)
     num_items = int(plan[0])
-    assert num_items <= cascade.num_items
+    assert num_items <= cascade.runs.num_items
     items = plan[HEADER : HEADER + ITEM * num_items].reshape(-1, ITEM)
     work = make_work_list(np.ones(len(tables), np.int32), cascade.lows, ends * 25, tables, 64, None)
     cascade.mark(work)
-    shares = {int(place): run for run in runs for place in run.sequences}
+    shares = {int(place): run for run in runs for place in run.rows}
     for place, (_, num_own, _, first, num_chunks, within, *_) in enumerate(
         work.merge_rows.tolist()
     ):
@@ -125,7 +126,7 @@ def test_every_row_finds_all_shared_tokens_among_its_own_items(
             assert (num_chunks, cascade.lows[place]) == (0, 0)
             continue
         assert cascade.lows[place] == run.num_tokens
-        assert num_chunks <= cascade.max_chunks
+        assert num_chunks <= cascade.runs.max_chunks
         for vector in range(within * factor, (within + 1) * factor):
             mine = first + vector // variant.vectors * num_chunks
             at = 0
@@ -134,7 +135,7 @@ def test_every_row_finds_all_shared_tokens_among_its_own_items(
             ].tolist():
                 assert start == at < end
                 at = end
-                assert num_rows == len(run.sequences)
+                assert num_rows == len(run.rows)
                 assert plan[rows_at + within] == place
                 assert 0 <= vector - first_vector < variant.vectors
                 blocks = plan[table : table + run.num_tokens // BLOCK]
@@ -177,7 +178,7 @@ def test_what_is_remembered_is_what_would_be_found_again(monkeypatch) -> None:
     planner, variant = CascadePlanner(CascadePath.ON, WAVE), _variant(2)
     searches = 0
 
-    def count(*arguments: object) -> list[SharedRun]:
+    def count(*arguments: object) -> list[Run]:
         nonlocal searches
         searches += 1
         return find_runs(*arguments)  # type: ignore[arg-type]
@@ -189,8 +190,8 @@ def test_what_is_remembered_is_what_would_be_found_again(monkeypatch) -> None:
         fresh = CascadePlanner(CascadePath.ON, WAVE).try_plan(0, (), tables, ends, variant)
         assert (found is None) is (fresh is None)
         if found is not None and fresh is not None:
-            assert np.array_equal(found.plan, fresh.plan)
-            assert np.array_equal(found.merges, fresh.merges)
+            assert np.array_equal(found.runs.plan, fresh.runs.plan)
+            assert np.array_equal(found.runs.merges, fresh.runs.merges)
 
     same(tables, ends, names)
     assert searches == 2

@@ -120,7 +120,7 @@ def _contents(store: KVStore, layer: int) -> tuple[np.ndarray, np.ndarray]:
     return tuple(np.array(array[0].swapaxes(0, 1)) for array in (keys, values))  # type: ignore
 
 
-@pytest.mark.parametrize("prefill", ["kernel", "rows", "gather"])
+@pytest.mark.parametrize("prefill", ["kernel", "split", "gather"])
 def test_nobody_keeps_the_arrays_that_a_pool_had_before_it_grew(prefill: str) -> None:
     launcher = FiberLauncher()
     layout = KVLayout(

@@ -17,7 +17,6 @@ from pagedmlx.ops.kernels import KernelBackend, unsupported
 from pagedmlx.ops.launch import Platform
 from pagedmlx.ops.prefill import prefill_variant
 from pagedmlx.ops.variants import HEAD_DIMS, DecodeVariant, MergeVariant, PoolShape
-from tests.metal.cascades import Setting
 from tests.metal.check import check
 from tests.metal.launcher import FiberLauncher, RecordingLauncher
 from tests.support.attention import make_case, write_step
@@ -36,7 +35,7 @@ def test_however_the_work_is_cut_the_answer_stays(wave: int) -> None:
 @pytest.mark.parametrize(
     "settings", [{}, {"sinks": True}, {"softcap": 20.0}, {"decode": "matrices"}]
 )
-def test_chunks_by_rows_give_the_answer_beside_others(settings: dict[str, Any]) -> None:
+def test_chunks_in_parts_give_the_answer_beside_others(settings: dict[str, Any]) -> None:
     launcher = FiberLauncher()
     spans = [(40, 1), (600, 40), (0, 30), (90, 3), (49, 17), (10, 20)]
     case = make_case(spans, factor=8, k_head_dim=64, v_head_dim=64, writer=InPlaceWriter(launcher))
@@ -44,7 +43,7 @@ def test_chunks_by_rows_give_the_answer_beside_others(settings: dict[str, Any]) 
     params = AttentionParams(scale=0.125, sinks=sinks, softcap=settings.get("softcap"))
     decode = settings.get("decode", "lanes")
     for wave in (1, 1 << 20):
-        backend = KernelBackend(launcher, wave, prefill="rows", decode=decode)
+        backend = KernelBackend(launcher, wave, prefill="split", decode=decode)
         case.check(backend, params)
 
 
@@ -52,31 +51,8 @@ def test_rows_of_a_chunk_are_written_before_they_see_each_other() -> None:
     launcher = FiberLauncher()
     case = make_case([(40, 20)], k_head_dim=64, v_head_dim=64, writer=InPlaceWriter(launcher))
     write_step(case)
-    case.check(KernelBackend(launcher, prefill="rows"), PARAMS)
+    case.check(KernelBackend(launcher, prefill="split"), PARAMS)
     assert [name for name in launcher.executed if "write" in name]
-
-
-def test_a_chunk_is_not_the_graph_of_a_step_whose_kernel_writes_its_rows() -> None:
-    launcher = FiberLauncher()
-    setting = Setting(sequences=((1, 1),) * 16, shared=(0, 2))
-    backend = KernelBackend(launcher, prefill="rows", cascade="on")
-    decode = setting.make_case(launcher)
-    chunk = make_case(
-        [(64, 16)],
-        factor=2,
-        k_head_dim=64,
-        v_head_dim=64,
-        dtype="float16",
-        writer=InPlaceWriter(launcher),
-    )
-    shapes = []
-    for case in (decode, chunk):
-        case.attend(backend, setting.params())
-        plans = backend.plan_ahead(case.batch)
-        assert plans is not None
-        shapes.append((plans.shape, [array.size for array in plans.arrays]))
-    assert shapes[0][1] == shapes[1][1], "else they would differ by that"
-    assert shapes[0][0] != shapes[1][0]
 
 
 def test_few_short_sequences_get_more_simdgroups() -> None:
@@ -214,7 +190,7 @@ def test_tiles_fit_a_simdgroup_and_threadgroup_memory(
         kernels = [
             variant.kernel,
             replace(variant, split=True).kernel,
-            MergeVariant(replace(variant, split=True), 8).kernel,
+            MergeVariant(variant.pool, variant.dtype, variant.factor, variant.vectors).kernel,
         ]
         assert len({kernel.name for kernel in kernels}) == 3
         assert all(len(kernel.source) < 12_000 for kernel in kernels)

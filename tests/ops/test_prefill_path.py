@@ -47,10 +47,9 @@ def test_on_metal_the_kernel_is_taken_where_it_should_be_faster():
 def test_a_forced_path_is_taken_where_it_can(platform: Platform):
     assert choose(platform, PrefillPath.GATHER) == "gather"
     assert choose(platform, PrefillPath.KERNEL, dtype="float32", k_head_dim=256) == "kernel"
-    assert choose(platform, PrefillPath.ROWS, rows=300) == "rows"
-    # There must be a block before the rows, and all of them must see it.
-    assert choose(platform, PrefillPath.ROWS, tokens=115) == "kernel"
-    assert choose(platform, PrefillPath.ROWS, is_masked=True) == "kernel"
+    assert choose(platform, PrefillPath.SPLIT, rows=300) == "split"
+    # All rows must see what is cut.
+    assert choose(platform, PrefillPath.SPLIT, is_masked=True) == "kernel"
 
 
 @pytest.mark.parametrize("platform", Platform)
@@ -71,7 +70,7 @@ def test_scores_are_kept_where_neither_the_kernel_nor_a_fused_attention_is_taken
 
 
 @pytest.mark.parametrize("head_dims", [(72, 72), (512, 512), (64, 40)])
-@pytest.mark.parametrize("path", [PrefillPath.KERNEL, PrefillPath.ROWS])
+@pytest.mark.parametrize("path", [PrefillPath.KERNEL, PrefillPath.SPLIT])
 def test_head_sizes_that_the_kernel_lacks_are_gathered_also_where_it_is_forced(head_dims, path):
     k_head_dim, v_head_dim = head_dims
     assert choose(path=path, k_head_dim=k_head_dim, v_head_dim=v_head_dim) == "gather"
@@ -85,23 +84,23 @@ def test_on_cuda_mlx_attends_whatever_needs_no_plan(shape: dict[str, Any]):
 
 
 @pytest.mark.parametrize("platform", Platform)
-def test_a_short_chunk_that_would_leave_the_gpu_idle_goes_by_rows(platform: Platform):
-    def is_by_rows(rows: int, before: int, is_masked: bool = False, wave: int = 528) -> bool:
+def test_a_short_chunk_that_would_leave_the_gpu_idle_is_split(platform: Platform):
+    def is_split(rows: int, before: int, is_masked: bool = False, wave: int = 528) -> bool:
         tokens = before + rows
         found = choose(platform, rows=rows, tokens=tokens, is_masked=is_masked, wave=wave)
-        return found == "rows"
+        return found == "split"
 
-    assert is_by_rows(96, 4000)
-    assert is_by_rows(9, 1024)
-    assert not is_by_rows(9, 1023)
-    assert not is_by_rows(257, 4000)
-    assert not is_by_rows(96, 4000, is_masked=True)
+    assert is_split(96, 4000)
+    assert is_split(9, 1024)
+    assert not is_split(9, 1023)
+    assert not is_split(257, 4000)
+    assert not is_split(96, 4000, is_masked=True)
     # 96 rows of 4 query heads are 12 tiles, for each of 2 KV heads.
-    assert is_by_rows(96, 4000, wave=48)
-    assert not is_by_rows(96, 4000, wave=47)
+    assert is_split(96, 4000, wave=48)
+    assert not is_split(96, 4000, wave=47)
     chooser = PrefillChooser(PrefillPath.AUTO, platform, 528)
-    chooser.may_take_rows = False
-    assert chooser.choose(variant(), 96, 4096, False) != "rows"
+    chooser.may_split = False
+    assert chooser.choose(variant(), 96, 4096, False) != "split"
 
 
 def cuda_chooser() -> PrefillChooser:

@@ -80,11 +80,11 @@ def test_a_kernel_that_does_not_compile_or_run_leaves_it_off(
         raise kind("merge doesn't compile")
 
     monkeypatch.setattr(tuning, "_gain", fail)
-    assert backend._chooser.may_take_rows
+    assert backend._chooser.may_split
     (note,) = tune(backend, 64, 4096)
     assert "merge doesn't compile" in note
     assert not backend._planner.cascades.thresholds
-    assert not backend._chooser.may_take_rows
+    assert not backend._chooser.may_split
 
 
 @pytest.mark.parametrize("planted", ["", "is_wrong"])
@@ -105,7 +105,7 @@ def test_a_way_that_gives_something_else_is_not_taken(
     gains(monkeypatch, 2.0, 1.0)
     (note,) = tune(backend, 64, 4096)
     assert ("differ by" in note) is bool(planted)
-    assert backend._chooser.may_take_rows is not bool(planted)
+    assert backend._chooser.may_split is not bool(planted)
 
 
 @pytest.mark.parametrize("sinks", [False, True])
