@@ -4,6 +4,7 @@
 
 #define OPERAND(T) T
 #define COPIES_AT_ONCE 16
+#define LOADS_AHEAD 1
 #define COLUMN_BIT_0 4
 #define COLUMN_BIT_1 8
 #define COLUMN_BIT_2 16

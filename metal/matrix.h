@@ -6,6 +6,8 @@
 #define OPERAND(T) float
 // Loads of K and as many of V that a thread has on their way at a time: what registers have room for.
 #define COPIES_AT_ONCE 4
+// Whether those of the next tile are on their way while this one is multiplied.
+#define LOADS_AHEAD 0
 // Bits in which the lanes of a column differ.
 #define COLUMN_BIT_0 2
 #define COLUMN_BIT_1 4

@@ -119,7 +119,8 @@ UNROLL for (int c = 0; c < COLUMNS; ++c) {
 // Load j of a thread is LOAD(j) of the row of the tile's token KEY(j). A tile at either end may reach
 // past the tokens that some row sees: what is loaded there is the nearest of those once more, as other
 // slots may hold anything, and its score is masked. Threads that are left over load some token too, and
-// don't keep it. A thread's loads are on their way at once, and the next tile's blocks are known before.
+// don't keep it. A thread's loads are on their way at once, AHEAD while the tile before is multiplied,
+// and their blocks are known before.
 #define KEY(j) ((thread_id + (j) * THREADS) / LOADS)
 #define LOAD(j) ((thread_id + (j) * THREADS) % LOADS)
 #define POSITION(base, j) min(max((base) + KEY(j), start), high_end - 1)
@@ -127,23 +128,33 @@ int blocks[PARTS];
 #define FIND_BLOCKS(base) \
   UNROLL for (int j = 0; j < PARTS; ++j) blocks[j] = table[POSITION(base, j) / BS];
 
+constexpr bool AHEAD = LOADS_AHEAD && AT_ONCE == PARTS;
+vec<KT, W> new_k[AT_ONCE];
+vec<KT, W> new_v[AT_ONCE];
+#define LOAD_PARTS(base, first) \
+  UNROLL for (int i = 0; i < AT_ONCE; ++i) { \
+    const int j = min((first) + i, PARTS - 1); \
+    const long block = blocks[j]; \
+    const int slot = POSITION(base, j) % BS; \
+    const long place = SLOT_MAJOR ? (block * BS + slot) * H + kv_head \
+                                  : (block * H + kv_head) * BS + slot; \
+    const device KT* k_row = k_pool + place * DK + LOAD(j) * W; \
+    const device KT* v_row = v_pool + place * DV + LOAD(j) * W; \
+    if (LOAD(j) < DK / W) new_k[i] = *reinterpret_cast<const device vec<KT, W>*>(k_row); \
+    if (LOAD(j) < DV / W) new_v[i] = *reinterpret_cast<const device vec<KT, W>*>(v_row); \
+  }
+
 // Tiles lie at multiples of KEYS, so that a row's result doesn't depend on the rows beside it.
 int base = start / KEYS * KEYS;
 FIND_BLOCKS(base)
+if (AHEAD) {
+  LOAD_PARTS(base, 0)
+  FIND_BLOCKS(base + KEYS)
+}
 for (; base < high_end; base += KEYS) {
   UNROLL for (int first = 0; first < PARTS; first += AT_ONCE) {
-    vec<KT, W> new_k[AT_ONCE];
-    vec<KT, W> new_v[AT_ONCE];
-    UNROLL for (int i = 0; i < AT_ONCE; ++i) {
-      const int j = min(first + i, PARTS - 1);
-      const long block = blocks[j];
-      const int slot = POSITION(base, j) % BS;
-      const long place = SLOT_MAJOR ? (block * BS + slot) * H + kv_head
-                                    : (block * H + kv_head) * BS + slot;
-      const device KT* k_row = k_pool + place * DK + LOAD(j) * W;
-      const device KT* v_row = v_pool + place * DV + LOAD(j) * W;
-      if (LOAD(j) < DK / W) new_k[i] = *reinterpret_cast<const device vec<KT, W>*>(k_row);
-      if (LOAD(j) < DV / W) new_v[i] = *reinterpret_cast<const device vec<KT, W>*>(v_row);
+    if (!AHEAD) {
+      LOAD_PARTS(base, first)
     }
     if (first == 0) threadgroup_barrier(mem_flags::mem_threadgroup);
     UNROLL for (int i = 0; i < AT_ONCE; ++i) {
@@ -153,7 +164,10 @@ for (; base < high_end; base += KEYS) {
       if (LOAD(j) < DV / W) v_tile[KEY(j)][LOAD(j)] = new_v[i];
     }
   }
-  FIND_BLOCKS(base + KEYS)
+  if (AHEAD) {
+    LOAD_PARTS(base + KEYS, 0)
+  }
+  FIND_BLOCKS(base + (AHEAD ? 2 : 1) * KEYS)
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
   simdgroup_matrix<OPERAND(KT), 8, 8> left[4];
@@ -305,3 +319,4 @@ UNROLL for (int i = 0; i < 2 * COLUMNS; ++i) {
 #undef LOAD
 #undef POSITION
 #undef FIND_BLOCKS
+#undef LOAD_PARTS

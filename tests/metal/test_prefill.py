@@ -190,6 +190,20 @@ SMALL = Setting(
 )
 
 
+@pytest.mark.parametrize("setting", [SMALL, replace(SMALL, split=True), replace(SMALL, window=7)])
+def test_tiles_that_are_loaded_ahead_as_on_cuda_change_no_bit(setting: Setting):
+    now, ahead = "#define LOADS_AHEAD 0", "#define LOADS_AHEAD 1"
+
+    def change(kernel: Kernel, source: str) -> str:
+        assert (now in source) is is_prefill(kernel)
+        # That many loads at once, so that all of a tile's are.
+        return source.replace(now, ahead).replace("COPIES_AT_ONCE 4", "COPIES_AT_ONCE 16")
+
+    launchers = FiberLauncher(), FiberLauncher(change=change)
+    outputs = [setting.run(launcher, setting.make_case(launcher)) for launcher in launchers]
+    np.testing.assert_array_equal(*outputs)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_order_of_threads_changes_no_bit(seed):
     outputs = [
