@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import add
 
 import numpy as np
 import numpy.typing as npt
@@ -147,51 +150,55 @@ def build_batch(step: Step, block_size: int) -> BatchArrays:
         block_size: Tokens in one block.
     """
     entries = step.scheduled
-    starts = np.array([entry.start for entry in entries], dtype=np.int32)
-    counts = np.array([entry.num_tokens for entry in entries], dtype=np.int32)
-    query_start_loc = np.zeros(len(entries) + 1, dtype=np.int32)
-    np.cumsum(counts, out=query_start_loc[1:])
-    # Which of the S sequences each of the T rows belongs to.
-    owners = np.repeat(np.arange(len(entries), dtype=np.int32), counts)
-    positions = np.arange(len(owners), dtype=np.int32) - (query_start_loc[:-1] - starts)[owners]
-    token_ids: list[int] = []
-    for entry in entries:
-        token_ids += entry.sequence.token_ids[entry.start : entry.start + entry.num_tokens]
-        if entry.is_unread:
-            token_ids.append(0)
-    unread = [index for index, entry in enumerate(entries) if entry.is_unread]
-    # The R rows with logits: the sequence that each belongs to, and its place in the sequence.
+    starts = [entry.start for entry in entries]
+    counts = [entry.num_tokens for entry in entries]
+    token_ids = array("i")
+    # The R rows with logits, and the P rows whose token is unread.
     sampling: list[int] = []
-    offsets: list[int] = []
+    sample_sequences: list[Sequence] = []
+    unread: list[int] = []
+    unread_sequences: list[Sequence] = []
     prompt_places: list[int] = []
     pooled: list[PooledRows] = []
-    for index, entry in enumerate(entries):
-        if entry.prompt_rows and entry.sequence.request.pooling is not None:
-            shift = int(query_start_loc[index]) - entry.start
+    for entry in entries:
+        sequence, first = entry.sequence, len(token_ids)
+        token_ids.extend(sequence.token_ids[entry.start : entry.start + entry.num_tokens])
+        if entry.is_unread:
+            unread.append(len(token_ids))
+            unread_sequences.append(sequence)
+            token_ids.append(0)
+        if entry.prompt_rows:
+            shift = first - entry.start
             rows = range(entry.prompt_rows.start + shift, entry.prompt_rows.stop + shift)
-            pooled.append(PooledRows(entry.sequence, rows))
-        elif entry.prompt_rows:
-            prompt_places += range(len(offsets), len(offsets) + len(entry.prompt_rows))
-            offsets += (position - entry.start for position in entry.prompt_rows)
-            sampling += [index] * len(entry.prompt_rows)
+            if sequence.request.pooling is not None:
+                pooled.append(PooledRows(sequence, rows))
+            else:
+                prompt_places += range(len(sampling), len(sampling) + len(rows))
+                sampling += rows
+                sample_sequences += [sequence] * len(rows)
         if entry.needs_logits:
-            offsets.append(entry.num_tokens - 1)
-            sampling.append(index)
+            sampling.append(len(token_ids) - 1)
+            sample_sequences.append(sequence)
+    # Which of the S sequences each of the T rows belongs to.
+    owners = np.repeat(np.arange(len(entries), dtype=np.int32), counts)
+    query_start_loc = np.array([0, *accumulate(counts)], dtype=np.int32)
+    shifts = np.array(starts, dtype=np.int32) - query_start_loc[:-1]
+    positions = np.arange(len(owners), dtype=np.int32) + shifts[owners]
     num_groups = len(entries[0].sequence.block_tables) if entries else 0
     return BatchArrays(
         sequences=tuple(entry.sequence for entry in entries),
-        num_decodes=int(np.count_nonzero(counts == 1)),
+        num_decodes=counts.count(1),
         token_ids=np.array(token_ids, dtype=np.int32),
         positions=positions,
         query_start_loc=query_start_loc,
-        context_lens=starts + counts,
-        sample_rows=query_start_loc[sampling] + np.array(offsets, dtype=np.int32),
-        sample_sequences=tuple(entries[index].sequence for index in sampling),
+        context_lens=np.array(list(map(add, starts, counts)), dtype=np.int32),
+        sample_rows=np.array(sampling, dtype=np.int32),
+        sample_sequences=tuple(sample_sequences),
         groups=tuple(
             _build_group(step, group, block_size, positions, owners) for group in range(num_groups)
         ),
-        unread_rows=query_start_loc[1:][unread] - 1,
-        unread_sequences=tuple(entries[index].sequence for index in unread),
+        unread_rows=np.array(unread, dtype=np.int32),
+        unread_sequences=tuple(unread_sequences),
         prompt_places=np.array(prompt_places, dtype=np.int32),
         pooled=tuple(pooled),
     )
@@ -221,5 +228,5 @@ def _build_group(
 def _slots(
     tables: Int32Array, owners: Int32Array, positions: Int32Array, block_size: int
 ) -> Int64Array:
-    blocks = tables[owners, positions // block_size].astype(np.int64)
-    return blocks * block_size + positions % block_size
+    places, offsets = np.divmod(positions, block_size)
+    return tables[owners, places].astype(np.int64) * block_size + offsets

@@ -19,15 +19,11 @@ class Block:
         block_id: Index into the pool's arrays.
         ref_count: Number of block tables that hold it.
         block_hash: Hash of the tokens up to and including this block, while it is indexed.
-        prev: Neighbour in the free queue, None while in use.
-        next: Neighbour in the free queue, None while in use.
     """
 
     block_id: int
     ref_count: int = 0
     block_hash: bytes | None = None
-    prev: Block | None = None
-    next: Block | None = None
 
     def __repr__(self) -> str:
         cached = ", indexed" if self.block_hash is not None else ""

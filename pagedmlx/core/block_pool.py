@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable
 
 import numpy as np
@@ -12,12 +13,12 @@ from pagedmlx.core.prefix import PrefixIndex
 
 
 class BlockPool:
-    """Up to so many blocks, their reference counts and the queue of those not in use.
+    """Up to so many blocks, their reference counts and those not in use in the order of taking.
 
-    Free and cached blocks form one queue in the order in which they are taken: plain free blocks
-    from its head, then cached ones, least recently used first. Blocks are created, in the order of
-    their ids, when none of these will do; ``give_back`` takes the last ones away again. So the
-    arrays need to be no larger than what has been in use lately.
+    Plain free blocks are taken first, the one freed last before others, then cached ones, least
+    recently used first. Blocks are created, in the order of their ids, when none of these will do;
+    ``give_back`` takes the last ones away again. So the arrays need to be no larger than what has
+    been in use lately.
 
     Args:
         num_blocks: Most blocks that there may be.
@@ -42,18 +43,15 @@ class BlockPool:
         self._num_kept_blocks = num_blocks if num_kept_blocks is None else num_kept_blocks
         self._index = index
         self._blocks: list[Block] = []
-        self._num_queued = 0
-        self._num_cached = 0
         self._num_shared = 0
-        self._is_cached = bytearray(num_blocks)
-        # The queue is a ring through this sentinel: its ``next`` is the head.
-        self._ring = Block(-1)
-        self._ring.prev = self._ring.next = self._ring
+        # By their ids: the last of the free ones is taken first, and then the first cached one.
+        self._free: dict[int, Block] = {}
+        self._cached: OrderedDict[int, Block] = OrderedDict()
 
     @property
     def num_available_blocks(self) -> int:
         """Blocks that ``allocate`` can give now: free or cached."""
-        return self.num_blocks - len(self._blocks) + self._num_queued
+        return self.num_blocks - self.num_used_blocks
 
     @property
     def num_created_blocks(self) -> int:
@@ -63,17 +61,17 @@ class BlockPool:
     @property
     def num_used_blocks(self) -> int:
         """Blocks that some table holds."""
-        return len(self._blocks) - self._num_queued
+        return len(self._blocks) - len(self._free) - len(self._cached)
 
     @property
     def num_cached_blocks(self) -> int:
         """Blocks that no table holds, but whose content is known."""
-        return self._num_cached
+        return len(self._cached)
 
     @property
     def num_free_blocks(self) -> int:
         """Blocks that no table holds and whose content is of no use."""
-        return self.num_available_blocks - self._num_cached
+        return self.num_available_blocks - len(self._cached)
 
     @property
     def num_shared_blocks(self) -> int:
@@ -82,8 +80,10 @@ class BlockPool:
 
     @property
     def is_cached(self) -> npt.NDArray[np.bool_]:
-        """(num_blocks,) whether no table holds a block, but its content is known; a copy."""
-        return np.frombuffer(self._is_cached, np.bool_).copy()
+        """(num_blocks,) whether no table holds a block, but its content is known."""
+        is_cached = np.zeros(self.num_blocks, np.bool_)
+        is_cached[list(self._cached)] = True
+        return is_cached
 
     def can_allocate(self, num_blocks: int) -> bool:
         """Whether ``allocate`` would succeed this many times in a row."""
@@ -97,8 +97,7 @@ class BlockPool:
             num_held: Those of them that are still held then; the others are cached.
         """
         created = len(self._blocks)
-        num_free = self._num_queued - self._num_cached
-        after = created + max(0, num_blocks - num_free)
+        after = created + max(0, num_blocks - len(self._free))
         kept = max(created, self._num_kept_blocks)
         if after > kept:
             # Behind that, only what is held needs room.
@@ -108,19 +107,16 @@ class BlockPool:
     def allocate(self) -> Block:
         """Take a block: a free one, else a new one, else the least recently used cached one."""
         assert self.can_allocate(1), "allocate without can_allocate"
-        block = self._head()
         num_created = len(self._blocks)
-        if block is self._ring or (
-            block.block_hash is not None and num_created < self._num_kept_blocks
-        ):
+        if self._free:
+            _, block = self._free.popitem()
+        elif self._cached and num_created >= self._num_kept_blocks:
+            _, block = self._cached.popitem(last=False)
+            self._index.remove(block)
+            self.num_evictions += 1
+        else:
             block = Block(num_created)
             self._blocks.append(block)
-        else:
-            self._unlink(block)
-            if block.block_hash is not None:
-                self._index.remove(block)
-                self._uncache(block)
-                self.num_evictions += 1
         block.ref_count = 1
         self._note_use()
         return block
@@ -130,44 +126,37 @@ class BlockPool:
         for block in blocks:
             if block.ref_count == 0:
                 assert block.block_hash is not None, "a free block has no content to share"
-                self._unlink(block)
-                self._uncache(block)
+                del self._cached[block.block_id]
+            elif block.ref_count == 1:
+                self._num_shared += 1
             block.ref_count += 1
-            self._num_shared += block.ref_count == 2
         self._note_use()
 
-    def free(self, block: Block) -> None:
-        """Drop a reference; without any left the block is cached if indexed, else free."""
-        assert block.ref_count > 0, "block freed twice"
-        block.ref_count -= 1
-        self._num_shared -= block.ref_count == 1
-        if block.ref_count > 0:
-            return
-        if block.block_hash is not None:
-            self._num_cached += 1
-            self._is_cached[block.block_id] = True
-            self._link_before(block, self._ring)
-        else:
-            self._link_before(block, self._head())
+    def free(self, blocks: Iterable[Block]) -> None:
+        """Drop a reference to each; without any left a block is cached if indexed, else free."""
+        for block in blocks:
+            assert block.ref_count > 0, "block freed twice"
+            block.ref_count -= 1
+            if block.ref_count > 0:
+                self._num_shared -= block.ref_count == 1
+            elif block.block_hash is not None:
+                self._cached[block.block_id] = block
+            else:
+                self._free[block.block_id] = block
 
     def forget(self, block: Block) -> None:
         """Note that the index dropped a block by itself: a cached one becomes plain free."""
         assert block.block_hash is None
         if block.ref_count == 0:
-            self._uncache(block)
-            self._unlink(block)
-            self._link_before(block, self._head())
+            self._free[block.block_id] = self._cached.pop(block.block_id)
 
     def reset_cache(self) -> int:
         """Forget every cached block; returns how many there were."""
-        count = 0
-        block = self._ring.prev
-        while block is not None and block is not self._ring and block.block_hash is not None:
-            before = block.prev
+        count = len(self._cached)
+        while self._cached:
+            block_id, block = self._cached.popitem()
             self._index.remove(block)
-            self.forget(block)
-            count += 1
-            block = before
+            self._free[block_id] = block
         return count
 
     def give_back(self, num_kept: int) -> int:
@@ -181,10 +170,10 @@ class BlockPool:
         """
         while len(self._blocks) > num_kept and self._blocks[-1].ref_count == 0:
             block = self._blocks.pop()
-            self._unlink(block)
-            if block.block_hash is not None:
+            if self._cached.pop(block.block_id, None) is not None:
                 self._index.remove(block)
-                self._uncache(block)
+            else:
+                del self._free[block.block_id]
         return len(self._blocks)
 
     def check_integrity(self, table_counts: dict[int, int]) -> None:
@@ -193,20 +182,11 @@ class BlockPool:
         Args:
             table_counts: Block id to the number of tables that hold it, for all live tables.
         """
-        queued: list[Block] = []
-        block = self._ring.next
-        while block is not None and block is not self._ring:
-            assert block.next is not None and block.next.prev is block, "queue is torn"
-            queued.append(block)
-            assert len(queued) <= len(self._blocks), "queue is a loop"
-            block = block.next
-        queued_ids = {block.block_id for block in queued}
-        assert len(queued) == len(queued_ids) == self._num_queued, "queue length is off"
-        hashes = [block.block_hash is not None for block in queued]
-        assert hashes == sorted(hashes), "a cached block stands before a plain free one"
-        assert sum(hashes) == self._num_cached, "count of cached blocks is off"
-        cached_ids = {b.block_id for b, is_cached in zip(queued, hashes, strict=True) if is_cached}
-        assert set(np.flatnonzero(self.is_cached)) == cached_ids, "marks of cached blocks are off"
+        assert not self._free.keys() & self._cached.keys(), "a block is both free and cached"
+        for block_id, block in (*self._free.items(), *self._cached.items()):
+            assert self._blocks[block_id] is block, "an idle block has another's id"
+        assert all(block.block_hash is None for block in self._free.values())
+        assert all(block.block_hash is not None for block in self._cached.values())
         num_shared = sum(block.ref_count > 1 for block in self._blocks)
         assert num_shared == self._num_shared, "count of shared blocks is off"
         indexed = {entry.block.block_id: key for key, entry in self._index}
@@ -215,7 +195,8 @@ class BlockPool:
             assert block.block_id == block_id
             expected = table_counts.get(block_id, 0)
             assert block.ref_count == expected, f"{block} is held by {expected} tables"
-            assert (block.ref_count == 0) == (block_id in queued_ids), f"{block} is in two states"
+            is_idle = block_id in self._free or block_id in self._cached
+            assert (block.ref_count == 0) == is_idle, f"{block} is in two states"
             assert indexed.get(block_id) == block.block_hash, f"index is stale for {block}"
         assert all(block_id < len(self._blocks) for block_id in table_counts)
 
@@ -223,24 +204,3 @@ class BlockPool:
         used = self.num_used_blocks
         self.recent_used_blocks = max(self.recent_used_blocks, used)
         self.peak_used_blocks = max(self.peak_used_blocks, used)
-
-    def _uncache(self, block: Block) -> None:
-        self._num_cached -= 1
-        self._is_cached[block.block_id] = False
-
-    def _head(self) -> Block:
-        assert self._ring.next is not None
-        return self._ring.next
-
-    def _link_before(self, block: Block, successor: Block) -> None:
-        predecessor = successor.prev
-        assert predecessor is not None
-        block.prev, block.next = predecessor, successor
-        predecessor.next = successor.prev = block
-        self._num_queued += 1
-
-    def _unlink(self, block: Block) -> None:
-        assert block.prev is not None and block.next is not None
-        block.prev.next, block.next.prev = block.next, block.prev
-        block.prev = block.next = None
-        self._num_queued -= 1

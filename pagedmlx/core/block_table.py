@@ -85,7 +85,7 @@ class BlockTable:
         new = self.pool.allocate()
         self.blocks[index - self.num_passed] = new
         self._ids[index] = new.block_id
-        self.pool.free(old)
+        self.pool.free([old])
         return old, new
 
     def pass_until(self, index: int) -> None:
@@ -93,8 +93,7 @@ class BlockTable:
         count = index - self.num_passed
         if count <= 0:
             return
-        for block in self.blocks[:count]:
-            self.pool.free(block)
+        self.pool.free(self.blocks[:count])
         del self.blocks[:count]
         self._ids[self.num_passed : index] = NO_BLOCK
         self.num_passed = index
@@ -102,8 +101,9 @@ class BlockTable:
     def truncate(self, num_blocks: int) -> None:
         """Give back all blocks from a place on, the last one first."""
         assert num_blocks >= self.num_passed
-        while len(self) > num_blocks:
-            self.pool.free(self.blocks.pop())
+        count = num_blocks - self.num_passed
+        self.pool.free(reversed(self.blocks[count:]))
+        del self.blocks[count:]
         del self.entries[num_blocks:]
 
     def release(self) -> None:

@@ -10,17 +10,18 @@ from __future__ import annotations
 import hashlib
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise, takewhile
+from operator import attrgetter
+
+import numpy as np
 
 from pagedmlx.core.block import Block
 
 HashFunction = Callable[[bytes, bytes], bytes]
 """Maps (parent's hash, the block's packed tokens) to the block's hash."""
-
-TOKEN_BYTES = array("i").itemsize
-"""Bytes of one packed token."""
 
 
 def pack_tokens(token_ids: Iterable[int]) -> bytes:
@@ -28,11 +29,18 @@ def pack_tokens(token_ids: Iterable[int]) -> bytes:
     return array("i", token_ids).tobytes()
 
 
+def pack_blocks(token_ids: Sequence[int], block_size: int) -> list[bytes]:
+    """The same for each of the blocks that the tokens fill."""
+    packed = np.array(token_ids, np.int32)
+    return packed.view(f"V{block_size * packed.itemsize}").tolist()
+
+
 def hash_tokens(parent: bytes, tokens: bytes) -> bytes:
     """The default ``HashFunction``: 16 bytes of blake2b over the parent's hash and the tokens."""
     return hashlib.blake2b(parent + tokens, digest_size=16).digest()
 
 
+@lru_cache(maxsize=256)
 def root_hash(*salts: str) -> bytes:
     """The parent of a first block: what must agree besides the tokens.
 
@@ -63,8 +71,7 @@ class PrefixEntry:
     root: bytes
 
 
-def _tokens_of(entry: PrefixEntry) -> bytes:
-    return entry.tokens
+_tokens_of = attrgetter("tokens")
 
 
 class PrefixIndex:
@@ -72,6 +79,8 @@ class PrefixIndex:
 
     def __init__(self) -> None:
         self._entries: dict[bytes, PrefixEntry] = {}
+        # The same entries: a long chain is compared with them at once.
+        self._live: set[PrefixEntry] = set()
         # What goes on from each entry, or from each root, in the order of the packed tokens.
         self._next: dict[PrefixEntry | bytes, list[PrefixEntry]] = {}
 
@@ -81,29 +90,25 @@ class PrefixIndex:
     def __iter__(self) -> Iterator[tuple[bytes, PrefixEntry]]:
         return iter(self._entries.items())
 
-    def find(
-        self, block_hash: bytes, tokens: bytes, parent: PrefixEntry | None, root: bytes
-    ) -> PrefixEntry | None:
+    def find(self, tokens: bytes, parent: PrefixEntry | None, root: bytes) -> PrefixEntry | None:
         """The entry that holds exactly these tokens after exactly this chain, or None."""
-        entry = self._entries.get(block_hash)
-        if entry is None or entry.tokens != tokens or entry.parent is not parent:
-            return None
-        return entry if entry.root == root else None
+        entries = self._next.get(parent or root, ())
+        place = bisect_left(entries, tokens, key=_tokens_of)
+        if place < len(entries) and entries[place].tokens == tokens:
+            return entries[place]
+        return None
 
-    def follow(
-        self, chain: list[PrefixEntry], hashes: list[bytes], blocks: list[bytes], root: bytes
-    ) -> None:
+    def follow(self, chain: list[PrefixEntry], blocks: list[bytes], root: bytes) -> None:
         """Lengthen a chain by the entries that go on from it, up to the first block not indexed.
 
         Args:
             chain: Entries that are indexed.
-            hashes: Hashes of the blocks after it.
-            blocks: Their packed tokens.
+            blocks: Packed tokens of the blocks after it.
             root: The chain's root hash.
         """
         entry = chain[-1] if chain else None
-        for block_hash, tokens in zip(hashes, blocks, strict=True):
-            entry = self.find(block_hash, tokens, entry, root)
+        for tokens in blocks:
+            entry = self.find(tokens, entry, root)
             if entry is None:
                 return
             chain.append(entry)
@@ -145,6 +150,7 @@ class PrefixIndex:
             self.remove(displaced.block)
         entry = PrefixEntry(block, tokens, parent, root)
         self._entries[block_hash] = entry
+        self._live.add(entry)
         entries = self._next.setdefault(parent or root, [])
         entries.insert(bisect_left(entries, tokens, key=_tokens_of), entry)
         block.block_hash = block_hash
@@ -152,21 +158,19 @@ class PrefixIndex:
 
     def is_live(self, entry: PrefixEntry) -> bool:
         """Whether the entry is still indexed."""
-        block_hash = entry.block.block_hash
-        return block_hash is not None and self._entries.get(block_hash) is entry
+        return entry in self._live
 
     def cut_dead(self, chain: list[PrefixEntry] | list[PrefixEntry | None]) -> None:
         """Shorten a chain to the entries before the first one that is no longer indexed."""
-        for index, entry in enumerate(chain):
-            if entry is None or not self.is_live(entry):
-                del chain[index:]
-                return
+        if not self._live.issuperset(chain):
+            del chain[next(i for i, entry in enumerate(chain) if entry not in self._live) :]
 
     def remove(self, block: Block) -> None:
         """Forget an indexed block."""
         assert block.block_hash is not None
         entry = self._entries.pop(block.block_hash)
         assert entry.block is block
+        self._live.remove(entry)
         block.block_hash = None
         key = entry.parent or entry.root
         entries = self._next[key]
@@ -179,6 +183,7 @@ class PrefixIndex:
         found = [entry for entries in self._next.values() for entry in entries]
         assert len(found) == len(self._entries), "entries and beginnings differ in number"
         assert set(found) == set(self._entries.values()), "a beginning has no entry"
+        assert set(found) == self._live, "an entry is forgotten in part"
         for key, entries in self._next.items():
             assert all(
                 (entry.parent or entry.root) is key or entry.root == key for entry in entries

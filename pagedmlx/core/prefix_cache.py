@@ -14,10 +14,10 @@ from pagedmlx.core.block import Block
 from pagedmlx.core.block_table import BlockTable
 from pagedmlx.core.groups import Windows
 from pagedmlx.core.prefix import (
-    TOKEN_BYTES,
     HashFunction,
     PrefixEntry,
     PrefixIndex,
+    pack_blocks,
     pack_tokens,
     root_hash,
 )
@@ -85,7 +85,8 @@ class PrefixCache:
     def find(self, sequence: Sequence) -> SharedPrefix:
         """The longest cached prefix; the sequence's last token is never part of it."""
         count = self._num_usable_blocks(sequence)
-        root = self._extend_hashes(sequence, count)
+        root = self._root(sequence)
+        self._pack(sequence, count)
         # Who waits looks again at each step: what was found is kept as far as it still stands.
         chains = sequence.cached_chains
         chains.extend([] for _ in range(len(self.indexes) - len(chains)))
@@ -93,9 +94,9 @@ class PrefixCache:
             chain, index = chains[group], self.indexes[group]
             index.cut_dead(chain)
             del chain[count:]
-            rest = slice(len(chain), count)
-            index.follow(chain, sequence.block_hashes[rest], sequence.block_tokens[rest], root)
+            index.follow(chain, sequence.block_tokens[len(chain) : count], root)
             count = len(chain)  # chains of groups before may be longer now
+        self._adopt_hashes(sequence, chains[self._windows.anchor])
         count, windowed = self._fit_windows(sequence, count, root)
         beginnings, num_alike = self._find_beginnings(sequence, count, root)
         blocks: list[tuple[Block, ...]] = []
@@ -141,8 +142,7 @@ class PrefixCache:
             return nothing, 0
         (like,) = found[self._windows.anchor]
         for group in self._windows.passing:
-            assert like.block.block_hash is not None
-            entry = self.indexes[group].find(like.block.block_hash, like.tokens, like, root)
+            entry = self.indexes[group].find(like.tokens, like, root)
             if entry is None:
                 return nothing, 0
             found[group].append(entry)
@@ -180,7 +180,8 @@ class PrefixCache:
                 return count, known
             known = list[PrefixEntry]()
             for index in range(count - 1, first - 1, -1):
-                entry = self._find(sequence, group, index, chain[index], root)
+                tokens = sequence.block_tokens[index]
+                entry = self.indexes[group].find(tokens, chain[index], root)
                 if entry is None:
                     # Whatever ends behind this block needs it.
                     count = index
@@ -190,12 +191,6 @@ class PrefixCache:
                 known.reverse()
                 sequence.cached_chains[group] = known
                 return count, known
-
-    def _find(
-        self, sequence: Sequence, group: int, index: int, parent: PrefixEntry | None, root: bytes
-    ) -> PrefixEntry | None:
-        block_hash, tokens = sequence.block_hashes[index], sequence.block_tokens[index]
-        return self.indexes[group].find(block_hash, tokens, parent, root)
 
     # Publishing.
 
@@ -210,7 +205,8 @@ class PrefixCache:
                 break
         else:
             return
-        root = self._extend_hashes(sequence, num_full)
+        self._extend_hashes(sequence, num_full)
+        root = self._root(sequence)
         for group in self._windows.keeping:
             # An entry may name another's block, evicted since; nothing is found behind a hole.
             self.indexes[group].cut_dead(tables[group].entries)
@@ -238,14 +234,11 @@ class PrefixCache:
         parent: PrefixEntry | None,
         root: bytes,
     ) -> None:
-        entry = self._find(sequence, group, index, parent, root)
+        block_hash, tokens = sequence.block_hashes[index], sequence.block_tokens[index]
+        entry = self.indexes[group].find(tokens, parent, root)
         if entry is None:
             entry, displaced = self.indexes[group].publish(
-                table[index],
-                sequence.block_hashes[index],
-                sequence.block_tokens[index],
-                parent,
-                root,
+                table[index], block_hash, tokens, parent, root
             )
             if displaced is not None:
                 table.pool.forget(displaced)
@@ -281,8 +274,9 @@ class PrefixCache:
     def is_pending(self, sequence: Sequence, prefix: SharedPrefix) -> bool:
         """Whether the first block after ``prefix`` is being computed by a step under way."""
         index = prefix.num_tokens // self._block_size
-        if index >= self._num_usable_blocks(sequence):
+        if not self._pending or index >= self._num_usable_blocks(sequence):
             return False
+        self._extend_hashes(sequence, index + 1)
         return self._pending.get(sequence.block_hashes[index]) == sequence.block_tokens[index]
 
     def num_shareable(self, sequence: Sequence, other: Sequence) -> int:
@@ -304,19 +298,31 @@ class PrefixCache:
             return 0
         return (sequence.num_tokens - 1) // self._block_size
 
-    def _extend_hashes(self, sequence: Sequence, num_blocks: int) -> bytes:
-        """Know hashes and packed tokens of so many full blocks; returns the root hash."""
-        root = root_hash(*self._salts, sequence.request.cache_salt)
-        hashes, blocks = sequence.block_hashes, sequence.block_tokens
-        block_hash = hashes[-1] if hashes else root
-        size = self._block_size
-        packed = pack_tokens(sequence.token_ids[len(hashes) * size : num_blocks * size])
-        for start in range(0, len(packed), size * TOKEN_BYTES):
-            tokens = packed[start : start + size * TOKEN_BYTES]
+    def _root(self, sequence: Sequence) -> bytes:
+        return root_hash(*self._salts, sequence.request.cache_salt)
+
+    def _pack(self, sequence: Sequence, num_blocks: int) -> None:
+        """Know the packed tokens of so many full blocks."""
+        blocks, size = sequence.block_tokens, self._block_size
+        if len(blocks) < num_blocks:
+            tokens = sequence.token_ids[len(blocks) * size : num_blocks * size]
+            blocks += pack_blocks(tokens, size)
+
+    def _extend_hashes(self, sequence: Sequence, num_blocks: int) -> None:
+        """Know hashes and packed tokens of so many full blocks."""
+        self._pack(sequence, num_blocks)
+        hashes = sequence.block_hashes
+        block_hash = hashes[-1] if hashes else self._root(sequence)
+        for tokens in sequence.block_tokens[len(hashes) : num_blocks]:
             block_hash = self._hash(block_hash, tokens)
             hashes.append(block_hash)
-            blocks.append(tokens)
-        return root
+
+    def _adopt_hashes(self, sequence: Sequence, chain: list[PrefixEntry]) -> None:
+        """Know the hashes of the blocks that a chain of indexed entries holds."""
+        hashes = sequence.block_hashes
+        for entry in chain[len(hashes) :]:
+            assert entry.block.block_hash is not None
+            hashes.append(entry.block.block_hash)
 
 
 def _last(chain: list[PrefixEntry] | list[PrefixEntry | None]) -> PrefixEntry | None:

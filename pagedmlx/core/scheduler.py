@@ -29,6 +29,7 @@ phases: a sequence simply has more known tokens than computed ones. The policy, 
 from __future__ import annotations
 
 import bisect
+from array import array
 
 from pagedmlx.config import EngineConfig
 from pagedmlx.core.counters import Counters
@@ -137,7 +138,7 @@ class Scheduler:
                     seq_id=self._next_seq_id,
                     request=request,
                     index=index,
-                    token_ids=list(request.prompt_token_ids),
+                    token_ids=array("i", request.prompt_token_ids),
                     block_tables=self.kv.new_tables(),
                     arrival=self._next_arrival,
                 )

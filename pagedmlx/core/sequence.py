@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableSequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -36,7 +37,7 @@ class Sequence:
         seq_id: Unique within the scheduler.
         request: The request it belongs to.
         index: Which of the request's ``n`` outputs this is, from 0.
-        token_ids: Prompt tokens, then output tokens.
+        token_ids: Prompt tokens, then output tokens; quickest to pack as an array of int32.
         num_computed_tokens: K and V of ``token_ids[:num_computed_tokens]`` are in the pool (or
             will be once the steps scheduled so far have run).
         num_unread_tokens: Tokens that steps under way sample for it; they will follow
@@ -52,14 +53,14 @@ class Sequence:
         num_preemptions: How often it lost its blocks.
         num_overtaken: How many others passed it while it waited and didn't fit.
         block_hashes: Hashes of its full blocks as far as they were needed; the KV manager's.
-        block_tokens: The packed tokens of those blocks; likewise.
+        block_tokens: The packed tokens of its full blocks; likewise.
         cached_chains: What its last look-up in the prefix cache found, for each group; likewise.
     """
 
     seq_id: int
     request: Request
     index: int
-    token_ids: list[int]
+    token_ids: MutableSequence[int]
     block_tables: tuple[BlockTable, ...]
     arrival: int = 0
     num_computed_tokens: int = 0
@@ -102,7 +103,7 @@ class Sequence:
     @property
     def output_token_ids(self) -> list[int]:
         """The generated tokens, as a copy."""
-        return self.token_ids[len(self.request.prompt_token_ids) :]
+        return list(self.token_ids[len(self.request.prompt_token_ids) :])
 
     def prompt_rows(self, start: int, end: int) -> range:
         """Positions in [start, end) of the prompt of which something is still wanted.

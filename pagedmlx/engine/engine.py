@@ -169,7 +169,7 @@ class Engine:
         params = prepared.params
         request = Request(
             request_id=prepared.request_id,
-            prompt_token_ids=prepared.prompt_token_ids,
+            prompt_token_ids=prepared.packed_prompt,
             params=params,
             stop_token_ids=prepared.stop_token_ids,
             bad_words=prepared.bad_words,

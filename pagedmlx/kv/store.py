@@ -399,5 +399,6 @@ def _check_range(what: str, ids: npt.NDArray[np.integer], limit: int) -> None:
 
 
 def _check_distinct(what: str, ids: npt.NDArray[np.integer]) -> None:
-    if np.unique(ids).size != ids.size:
+    ordered = np.sort(ids)
+    if (ordered[1:] == ordered[:-1]).any():
         raise ValueError(f"a {what} is named twice among {ids.size}")

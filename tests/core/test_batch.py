@@ -98,7 +98,7 @@ def test_each_group_has_its_own_slots_and_copies() -> None:
     slots = [group.slot_mapping.tolist() for group in batch.groups]
     assert slots == [list(range(6)), list(range(12, 18))]
     for block in hoard:
-        driver.kv.pools[1].free(block)
+        driver.kv.pools[1].free([block])
 
 
 def test_copies_are_listed_for_their_group() -> None:

@@ -10,9 +10,9 @@ from pagedmlx.core.prefix import PrefixIndex
 def test_a_block_freed_twice_or_revived_without_content_is_refused() -> None:
     pool = BlockPool(2, PrefixIndex())
     block = pool.allocate()
-    pool.free(block)
+    pool.free([block])
     with pytest.raises(AssertionError, match="freed twice"):
-        pool.free(block)
+        pool.free([block])
     with pytest.raises(AssertionError, match="no content"):
         pool.share([block])
 

@@ -80,7 +80,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:
         block_id = data.draw(st.sampled_from(list(self.in_use)))
-        self.pool.free(self.blocks[block_id])
+        self.pool.free([self.blocks[block_id]])
         self.in_use[block_id] -= 1
         if not self.in_use[block_id]:
             del self.in_use[block_id]
@@ -96,10 +96,10 @@ class BlockPoolMachine(RuleBasedStateMachine):
             self.blocks[block_id], block_hash, tokens, None, b"root"
         )
         assert self.index.is_live(entry)
-        assert self.index.find(block_hash, tokens, None, b"root") is entry
-        assert self.index.find(block_hash, pack_tokens([name + 1]), None, b"root") is None
-        assert self.index.find(block_hash, tokens, None, b"other") is None
-        assert self.index.find(block_hash, tokens, entry, b"root") is None
+        assert self.index.find(tokens, None, b"root") is entry
+        assert self.index.find(pack_tokens([name + 6]), None, b"root") is None
+        assert self.index.find(tokens, None, b"other") is None
+        assert self.index.find(tokens, entry, b"root") is None
         owner = next((i for i, known in self.names.items() if known == block_hash), None)
         if owner is not None and owner != block_id:
             assert displaced is self.blocks[owner]

@@ -4,7 +4,7 @@ import pytest
 
 from pagedmlx.core.block import Block
 from pagedmlx.core.kv_manager import KVManager
-from pagedmlx.core.prefix import HashFunction
+from pagedmlx.core.prefix import HashFunction, hash_tokens, pack_tokens
 from pagedmlx.core.sequence import Sequence
 from pagedmlx.core.step import BlockCopy
 from tests.support.core import (
@@ -63,6 +63,23 @@ def test_recomputing_the_last_token_keeps_the_last_block_in_the_chain() -> None:
     for _ in range(3):
         kv.release(compute(kv, A + B))
     assert num_cached(kv, A + B + C) == 8
+
+
+def test_blocks_that_are_cached_are_not_hashed_again() -> None:
+    hashed: list[bytes] = []
+
+    def noted(parent: bytes, tokens: bytes) -> bytes:
+        hashed.append(tokens)
+        return hash_tokens(parent, tokens)
+
+    kv = make_kv(hash_function=noted)
+    kv.release(compute(kv, A + B))
+    first, hashed[:] = list(hashed), []
+    again = compute(kv, A + B + C)
+    assert first == [pack_tokens(A), pack_tokens(B)]
+    assert hashed == [pack_tokens(C)]
+    assert len(again.block_hashes) == len(set(again.block_hashes)) == 3
+    kv.check_integrity([again])
 
 
 def test_a_block_is_found_only_after_its_step_has_completed() -> None:
@@ -200,7 +217,7 @@ def test_an_allocation_that_fails_leaves_no_trace_in_any_group() -> None:
     assert kv.num_copies == 0
     assert not kv._cache._pending
     for block in hoard:
-        kv.pools[1].free(block)
+        kv.pools[1].free([block])
     kv.check_integrity([sequence])
     assert kv.try_allocate(sequence, 4) == []
 
@@ -421,7 +438,7 @@ def test_what_a_waiting_sequence_found_is_forgotten_with_its_blocks() -> None:
     hoard.append(kv.pools[0].allocate())
     assert kv.find_cached(waits).num_tokens == 0
     for block in hoard:
-        kv.pools[0].free(block)
+        kv.pools[0].free([block])
     kv.release(compute(kv, A + B))
     assert kv.find_cached(waits).num_tokens == 8
     waits.token_ids[8:] = []

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+from array import array
+
 from pagedmlx.core.block import Block
-from pagedmlx.core.prefix import PrefixIndex, hash_tokens, pack_tokens, root_hash
+from pagedmlx.core.prefix import PrefixIndex, hash_tokens, pack_blocks, pack_tokens, root_hash
 
 
 def test_a_hash_names_the_whole_history_and_not_only_its_block() -> None:
@@ -16,6 +18,12 @@ def test_a_hash_names_the_whole_history_and_not_only_its_block() -> None:
 def test_tokens_of_any_size_have_their_own_hash() -> None:
     tokens = (0, 1, 255, 256, 65_536, 2**31 - 1)
     assert len({hash_tokens(b"", pack_tokens([token])) for token in tokens}) == len(tokens)
+
+
+def test_blocks_are_packed_at_once_as_they_are_one_by_one() -> None:
+    tokens = array("i", (0, 1, 2**31 - 1, 0, 7, 256, 0, 0))
+    assert pack_blocks(tokens, 4) == [pack_tokens(tokens[:4]), pack_tokens(tokens[4:])]
+    assert pack_blocks(tokens[:0], 4) == []
 
 
 def test_salts_are_told_apart_however_they_are_cut() -> None:
@@ -52,7 +60,7 @@ def test_a_block_indexed_anew_leaves_its_old_name() -> None:
     old, _ = index.publish(block, b"old", pack_tokens([1]), None, b"root")
     new, displaced = index.publish(block, b"new", pack_tokens([2]), None, b"root")
     assert displaced is None
-    assert index.find(b"old", pack_tokens([1]), None, b"root") is None
+    assert index.find(pack_tokens([1]), None, b"root") is None
     assert not index.is_live(old)
     assert index.is_live(new)
     index.remove(block)

@@ -46,7 +46,7 @@ def test_block_counts_are_of_the_fullest_group() -> None:
     hoard = driver.kv.pools[1].allocate()
     stats = driver.scheduler.stats()
     assert (stats.num_used_blocks, stats.num_free_blocks) == (1, 5)
-    driver.kv.pools[1].free(hoard)
+    driver.kv.pools[1].free([hoard])
 
 
 def test_preemptions_and_overtakes_are_counted_on_the_sequence_and_in_all() -> None:

@@ -246,7 +246,7 @@ def test_states_that_are_not_finite_fail_one_request_alone(
         broken.update(
             entry.sequence.seq_id
             for entry in step.scheduled
-            if entry.sequence.request.prompt_token_ids == (11,)
+            if list(entry.sequence.request.prompt_token_ids) == [11]
         )
         dispatch(self, step)
 

@@ -127,6 +127,7 @@ def test_every_prompt_form_gives_the_same_tokens():
         prepared = prepare(**form)
         assert prepared.prompt_token_ids == tuple(ids)
         assert all(type(token) is int for token in prepared.prompt_token_ids)
+        assert prepared.packed_prompt.tolist() == ids
 
 
 def test_messages_are_written_by_the_template():
