@@ -89,7 +89,12 @@ class CompiledSteps:
         if graph is None:
             self._backend.follow(batch, plans, [mx.array(array) for array in plans.arrays])
             return None
-        logits, token = graph(batch.token_ids, metadata.packed(host, plans), self._store.token)
+        arrays = batch.token_ids, metadata.packed(host, plans)
+        if not host.only_decodes:
+            arrays = _brought(*arrays)
+        logits, token, *begun = graph(*arrays, self._store.token)
+        for output in begun:
+            mx.async_eval(output)
         self._store.wrote(token)
         return logits
 
@@ -118,18 +123,21 @@ class CompiledSteps:
             self._graphs.popitem(last=False)
         return graph
 
-    def _trace(self, like: PagedBatch, plans: Plans) -> Callable[..., tuple[mx.array, mx.array]]:
-        """The function to compile: a step of ``like``'s shape, from nothing but arrays."""
+    def _trace(self, like: PagedBatch, plans: Plans) -> Callable[..., tuple[mx.array, ...]]:
+        """The function to compile: a step of ``like``'s shape, from nothing but arrays.
+
+        It gives logits and token. Prompts come to a device that may be idle, so for these it also
+        gives what the device can begin with while MLX goes through the rest of the graph.
+        """
         metadata = _Metadata.of(like, plans)
         # A graph outlives the sequences of the step that it was made for.
         host = replace(like.host, sequences=(), sample_sequences=(), unread_sequences=())
         num_padding = like.num_padding
 
-        def step(
-            token_ids: mx.array, packed: mx.array, token: mx.array
-        ) -> tuple[mx.array, mx.array]:
+        def step(token_ids: mx.array, packed: mx.array, token: mx.array) -> tuple[mx.array, ...]:
             slots, positions, sample_rows, arrays = metadata.unpacked(packed)
-            batch = PagedBatch(host, num_padding, is_traced=True).given(
+            begun: list[mx.array] = []
+            batch = PagedBatch(host, num_padding, begun).given(
                 token_ids=token_ids,
                 positions=positions,
                 sample_rows=sample_rows,
@@ -139,11 +147,19 @@ class CompiledSteps:
             self._backend.follow(batch, plans, arrays)
             self._store.wrote(token)
             try:
-                return self._run(batch, self._store), self._store.token
+                logits = self._run(batch, self._store)
+                return logits, self._store.token, *([] if host.only_decodes else begun)
             finally:
                 self._store.wrote(kept)
 
         return step
+
+
+def _brought(*arrays: mx.array) -> tuple[mx.array, ...]:
+    """The same on their way to the device now: on CUDA, what first reads them waits for that."""
+    brought = tuple(array | array for array in arrays)
+    mx.async_eval(*brought)
+    return brought
 
 
 @dataclass(frozen=True, slots=True)

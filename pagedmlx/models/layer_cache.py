@@ -18,7 +18,7 @@ from pagedmlx.ops.base import AttentionBackend, AttentionParams
 from pagedmlx.ops.context import Context, find_context
 
 HAND_OVER_LAYERS = 4
-"""At every so many layers, the first one among them, the device is given what is built so far.
+"""At every so many layers, the first one among them, the device is given what there is so far.
 
 On an H200, four of the 8B shape are half of the launches that MLX hands over together."""
 
@@ -35,9 +35,9 @@ class GroupRows:
         ropes: Know of queries and keys that are not rotated yet.
 
     Attributes:
-        hands_over: Whether the device begins with the first layers while Python builds the graph
-            of the others. Not where the model is given K and V to read: all of those would be kept
-            until the call ends.
+        hands_over: Whether the device begins with the first layers while others wait for the host.
+            Not where the model is given K and V to read: all of those would be kept until the call
+            ends.
     """
 
     def __init__(
@@ -55,8 +55,7 @@ class GroupRows:
         self.group = group
         self.window = window
         self.ropes = ropes
-        can_begin = store.updates_in_place and not part.batch.is_traced
-        self.hands_over = can_begin and not part.gathers
+        self.hands_over = store.updates_in_place and not part.gathers
         self._contexts: dict[int | None, Context] = {}
         self._no_mask: mx.array | None = None
 
@@ -74,6 +73,14 @@ class GroupRows:
                 self.part.mask_ndim,
             )
         return self._contexts[mask_window]
+
+    def hand_over(self, output: mx.array) -> None:
+        """Let the device begin with what a layer's attention has come to."""
+        traced = self.part.batch.traced
+        if traced is None:
+            mx.async_eval(output)
+        else:
+            traced.append(output)
 
     def no_mask(self) -> mx.array:
         """(S, 1, 1, 1) bool that masks nothing, for models that insist on an array."""
@@ -205,7 +212,7 @@ class LayerCache:
             AttentionParams(scale=scale, window=rows.window, sinks=sinks),
         )
         if rows.hands_over and self.layer % HAND_OVER_LAYERS == 0:
-            mx.async_eval(output)
+            rows.hand_over(output)
         if rows.part.length == 1:
             return mx.expand_dims(output, 2)
         num_heads, head_dim = output.shape[1:]
