@@ -22,6 +22,9 @@ HAND_OVER_LAYERS = 4
 
 On an H200, four of the 8B shape are half of the launches that MLX hands over together."""
 
+TRACED_HAND_OVER_LAYERS = 2
+"""The same in compiled steps, which take the host less time than the device."""
+
 
 class GroupRows:
     """What the layers of one KV group share within a call of the model.
@@ -33,11 +36,6 @@ class GroupRows:
         group: Index of the KV group.
         window: Tokens that a query sees, itself included; None is all.
         ropes: Know of queries and keys that are not rotated yet.
-
-    Attributes:
-        hands_over: Whether the device begins with the first layers while others wait for the host.
-            Not where the model is given K and V to read: all of those would be kept until the call
-            ends.
     """
 
     def __init__(
@@ -55,7 +53,9 @@ class GroupRows:
         self.group = group
         self.window = window
         self.ropes = ropes
-        self.hands_over = store.updates_in_place and not part.gathers
+        traced = part.batch.traced is not None
+        self._hand_over_layers = TRACED_HAND_OVER_LAYERS if traced else HAND_OVER_LAYERS
+        self._hands_over = store.updates_in_place and not part.gathers
         self._contexts: dict[int | None, Context] = {}
         self._no_mask: mx.array | None = None
 
@@ -74,8 +74,18 @@ class GroupRows:
             )
         return self._contexts[mask_window]
 
-    def hand_over(self, output: mx.array) -> None:
-        """Let the device begin with what a layer's attention has come to."""
+    def hand_over(self, layer: int, output: mx.array) -> None:
+        """Let the device begin with the first layers while others wait for the host.
+
+        Not where the model is given K and V to read: all of those would be kept until the call
+        ends.
+
+        Args:
+            layer: After its attention.
+            output: What that has come to.
+        """
+        if not self._hands_over or layer % self._hand_over_layers:
+            return
         traced = self.part.batch.traced
         if traced is None:
             mx.async_eval(output)
@@ -211,8 +221,7 @@ class LayerCache:
             rows.part.batch,
             AttentionParams(scale=scale, window=rows.window, sinks=sinks),
         )
-        if rows.hands_over and self.layer % HAND_OVER_LAYERS == 0:
-            rows.hand_over(output)
+        rows.hand_over(self.layer, output)
         if rows.part.length == 1:
             return mx.expand_dims(output, 2)
         num_heads, head_dim = output.shape[1:]

@@ -70,6 +70,8 @@ class Decoding:
         slots = batch.groups[0].slot_mapping[: batch.num_rows]
         rows = batch.token_ids + 10 * batch.positions[: batch.num_rows] + slots
         rows = (rows + self.backend.followed.sum() + self.pool[0])[:, None]
+        if batch.traced is not None:
+            batch.traced.append(rows[:2] + 1)
         is_all = len(batch.host.sample_rows) == batch.host.num_rows
         return rows if is_all else rows[batch.sample_rows]
 
@@ -153,6 +155,21 @@ def test_steps_with_prompts_are_compiled_where_they_are_planned_ahead() -> None:
         expected = (expected + number + 1)[batch.sample_rows]
         np.testing.assert_array_equal(np.array(logits[:, 0]), np.array(expected))
     assert decoding.num_runs == MIN_USES
+
+
+def test_a_device_begins_with_prompts_before_their_step_is_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    decoding, evaluated = Decoding(), list[tuple[int, ...]]()
+    monkeypatch.setattr(mx, "async_eval", lambda *arrays: evaluated.append(arrays[0].shape))
+    rng = np.random.default_rng(0)
+    for spans, expected in (([(0, 9)], [(9,), (2, 1)]), ([(4, 1), (7, 1)], [])):
+        host = make_batch(spans, block_size=4, num_blocks=64, rng=rng)
+        for _ in range(MIN_USES):
+            evaluated.clear()
+            decoding.backend.next_plans = Plans([np.array([1], np.int32)])
+            decoding.compiled(PagedBatch(host))
+        assert evaluated == expected
 
 
 def test_steps_of_other_rows_to_sample_are_other_graphs() -> None:
