@@ -39,7 +39,7 @@ from scripts.report import note, numbers, save
 from scripts.shapes import load, make_engine
 
 NUM_ROUNDS = 5
-NUM_WARM_ROUNDS = 11
+NUM_WARM_ROUNDS = 15
 """Of ``warm``: steps of a shape are compiled when it has come a few times."""
 TURN = 24
 """Steps of a turn of ``cascade``; the first few fill the pipeline and don't count."""
@@ -115,8 +115,10 @@ class Measurements:
     def warm(self) -> dict[str, Any]:
         """Time to the first token of 4,096 tokens, none or 4,000 of them in the prefix cache."""
         seconds: dict[str, list[float]] = {"cold": [], "warm": []}
-        cached = 0
-        with self._engine(num_tokens=64_000) as engine:
+        cached, num_tokens = 0, 64_000
+        with self._engine(num_tokens=num_tokens) as engine:
+            # As where a server has run for a while: the pool grows no more.
+            self._first_token(engine, "growing", self._prompt(num_tokens))
             for number in range(NUM_WARM_ROUNDS + 1):
                 prompt = self._prompt(4096)
                 again = prompt[: self._scaled(4000)] + self._prompt(96)
