@@ -17,6 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from pagedmlx.models.dry_run import distinct_modules, dry_run
+from pagedmlx.models.linear import TransposedLinear
 
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _CLASSES = (nn.Linear, nn.QuantizedLinear)
@@ -125,9 +126,12 @@ def _join(siblings: _Siblings) -> None:
     ends = list(itertools.accumulate(len(layer["weight"]) for layer in layers))
     arrays = {name: mx.concatenate([layer[name] for layer in layers]) for name in layers[0]}
     mx.eval(arrays)
-    # A copy of the first has the class and the settings that the joined one needs.
-    linear = copy.copy(layers[0])
-    linear.update(arrays)
+    if type(layers[0]) is nn.Linear:
+        linear = TransposedLinear(**arrays)
+    else:
+        # A copy of the first has the class and the settings that the joined one needs.
+        linear = copy.copy(layers[0])
+        linear.update(arrays)
     joined = JoinedLinear(linear, tuple(ends))
     siblings.replace([LinearPart(joined, index) for index in range(len(layers))])
 

@@ -22,9 +22,6 @@ HAND_OVER_LAYERS = 4
 
 On an H200, four of the 8B shape are half of the launches that MLX hands over together."""
 
-TRACED_HAND_OVER_LAYERS = 2
-"""The same in compiled steps, which take the host less time than the device."""
-
 
 class GroupRows:
     """What the layers of one KV group share within a call of the model.
@@ -53,8 +50,6 @@ class GroupRows:
         self.group = group
         self.window = window
         self.ropes = ropes
-        traced = part.batch.traced is not None
-        self._hand_over_layers = TRACED_HAND_OVER_LAYERS if traced else HAND_OVER_LAYERS
         self._hands_over = store.updates_in_place and not part.gathers
         self._contexts: dict[int | None, Context] = {}
         self._no_mask: mx.array | None = None
@@ -84,12 +79,15 @@ class GroupRows:
             layer: After its attention.
             output: What that has come to.
         """
-        if not self._hands_over or layer % self._hand_over_layers:
+        if not self._hands_over:
             return
         traced = self.part.batch.traced
         if traced is None:
-            mx.async_eval(output)
-        else:
+            if layer % HAND_OVER_LAYERS == 0:
+                mx.async_eval(output)
+        elif layer & (layer - 1) == 0:
+            # MLX goes through all that it is given before the device sees any of it: ever more
+            # layers, while the device is busy with those before.
             traced.append(output)
 
     def no_mask(self) -> mx.array:

@@ -14,6 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from pagedmlx.models.dry_run import distinct_modules, dry_run
+from pagedmlx.models.linear import TransposedLinear
 
 
 def add_in_products(model: nn.Module) -> int:
@@ -89,7 +90,7 @@ for _name in ("__setitem__", *(f"__i{operation}__" for operation in _IN_PLACE.sp
     setattr(Product, _name, _forgetting(_name))
 
 
-class AddingLinear(nn.Module):
+class AddingLinear(TransposedLinear):
     """A linear layer without a bias, for use where its output is added to something.
 
     Args:
@@ -97,12 +98,11 @@ class AddingLinear(nn.Module):
     """
 
     def __init__(self, weight: mx.array) -> None:
-        super().__init__()
-        self.weight = weight
+        super().__init__(weight)
 
     def __call__(self, x: mx.array) -> mx.array:
         """Multiply with the weights; (..., input size) to (..., output size)."""
-        product = x @ self.weight.T
+        product = super().__call__(x)
         if _is_one_row(x):
             return product  # MLX is fastest with one row where nothing is added
         # MLX would take (T, 1, size) for T products. Reshaped now, as x may be changed in place.
@@ -110,7 +110,7 @@ class AddingLinear(nn.Module):
         return Product(product, lambda other: self._added(other, rows))
 
     def _added(self, other: mx.array, rows: mx.array) -> mx.array:
-        total = mx.addmm(other.reshape(-1, other.shape[-1]), rows, self.weight.T)
+        total = mx.addmm(other.reshape(-1, other.shape[-1]), rows, self._transposed)
         return total.reshape(other.shape)
 
 
