@@ -1,4 +1,4 @@
-"""A linear layer that keeps its transpose has MLX's own outputs, and no second copy of its weight."""
+"""A linear layer that keeps its transpose gives what MLX's own does, and holds no weight twice."""
 
 from __future__ import annotations
 
