@@ -95,7 +95,7 @@ def plan_runs(
     at = HEADER + ITEM * num_items
     widths = [-(-run.num_tokens // pool.block_size) for run in runs]
     size = HEADER + ITEM * room + num_rows + sum(widths)
-    plan = np.zeros(bucket(size, 4), dtype=np.int32)
+    plan = np.zeros(bucket(size, 1), dtype=np.int32)
     plan[:2] = num_items, UNLIMITED
     merges = np.zeros((num_rows, 3), dtype=np.int32)
     items = plan[HEADER:at].reshape(num_items, ITEM)
