@@ -8,7 +8,7 @@ from enum import StrEnum
 from pagedmlx.ops.launch import Platform
 from pagedmlx.ops.prefill import PrefillVariant
 
-PLAN_WORK = 150_000_000_000
+PLAN_WORK = 250_000_000_000
 """Multiplications that the kernel does for one layer in a thirtieth of the time in which cuDNN
 makes a plan: about 0.1 s on an H200, once for all layers."""
 

@@ -125,7 +125,7 @@ def test_on_cuda_a_shape_gets_a_plan_once_it_would_have_cost_as_much(rows: int, 
 
 
 def test_on_cuda_a_chunk_that_costs_as_much_as_a_plan_gets_one_at_once():
-    assert cuda_chooser().choose(variant(), 8192, 32768, False) == "gather"
+    assert cuda_chooser().choose(variant(), 16_384, 32_768, False) == "gather"
 
 
 def test_a_shape_that_mlx_has_forgotten_the_plan_of_must_earn_it_again():
