@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
+from numbers import Integral
 from queue import SimpleQueue
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeGuard, cast
@@ -346,11 +347,12 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, bytes | Mapping) or not isinstance(prompts, Iterable):
         kind = type(prompts).__name__
         raise InvalidRequestError("prompts", f"{kind} is not text, token ids or a list of them")
-    token_ids = [each for each in prompts if isinstance(each, int)]
-    listed = [each for each in prompts if not isinstance(each, int)]
-    if token_ids and listed:
+    listed: list[Any] = list(prompts)
+    # Those of arrays are no int, which is quicker to ask for.
+    num_token_ids = sum(isinstance(each, (int, Integral)) for each in listed)
+    if 0 < num_token_ids < len(listed):
         raise InvalidRequestError("prompts", "mixes token ids with whole prompts")
-    return [token_ids] if token_ids else listed
+    return [listed] if num_token_ids else listed
 
 
 def _is_conversation(value: object) -> TypeGuard[Messages]:

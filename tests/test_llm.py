@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import pagedmlx.llm
@@ -86,11 +87,12 @@ def test_outputs_come_in_the_order_of_the_prompts(fake: FakeLLM):
 
 def test_one_prompt_may_be_text_or_tokens(fake: FakeLLM):
     llm = fake()
-    texts = {
-        llm.generate(form, GREEDY)[0].outputs[0].text
-        for form in ("hello", ["hello"], byte_ids(b"hello"), [byte_ids(b"hello")])
-    }
-    assert len(texts) == 1
+    ids = byte_ids(b"hello")
+    arrays = [np.array(ids), np.array([ids], np.int32), [np.array(ids)]]
+    forms: list[Any] = ["hello", ["hello"], ids, [ids], iter(["hello"]), *arrays]
+    outputs = [llm.generate(form, GREEDY) for form in forms]
+    assert {len(output) for output in outputs} == {1}
+    assert len({output[0].outputs[0].text for output in outputs}) == 1
     assert llm.generate([]) == []
 
 

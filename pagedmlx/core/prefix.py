@@ -1,8 +1,9 @@
 """PrefixIndex: finds the block that already holds the K and V of a run of tokens.
 
-Content hashes are chained block by block, as in vLLM's automatic prefix caching and SGLang's
-RadixAttention (Zheng et al., 2024, section 3), and the tokens are compared on every hit, along
-the whole chain, so that a collision can't serve another prompt's K and V.
+Indexed blocks form a tree, as in SGLang's RadixAttention (Zheng et al., 2024, section 3): each is
+found by its tokens among those that go on from the block before. So no look-up needs a hash, and no
+collision can serve another prompt's K and V. Content hashes, chained block by block as in vLLM's
+automatic prefix caching, name what is computed more than once.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ _tokens_of = attrgetter("tokens")
 
 
 class PrefixIndex:
-    """Maps block hashes to indexed blocks; knows nothing of reference counts."""
+    """Indexed blocks by tokens and by hash; knows nothing of reference counts."""
 
     def __init__(self) -> None:
         self._entries: dict[bytes, PrefixEntry] = {}

@@ -245,7 +245,9 @@ def _tokenize(job: Job, tokenizer: Tokenizer) -> tuple[str, tuple[int, ...]]:
     if job.prompt is not None:
         return "prompt", tuple(tokenizer.encode(job.prompt))
     given: object = job.prompt_token_ids
-    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
+    # An array without axes is a number, and yet iterable by its type.
+    is_number = getattr(given, "ndim", 1) == 0
+    if isinstance(given, str | bytes) or not isinstance(given, Iterable) or is_number:
         raise InvalidRequestError("prompt_token_ids", f"{type(given).__name__} is not a list")
     token_ids = tuple(given)
     # Prompts are long, and asking each for an interface is slow.

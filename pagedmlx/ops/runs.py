@@ -7,6 +7,7 @@ threadgroups fill the device, and ``merge.metal`` puts the results together by l
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -23,6 +24,9 @@ from pagedmlx.ops.worklist import HEADER, ITEM, MAX_CHUNK, MIN_CHUNK, UNLIMITED,
 _WAVE_SHARES = {1: 0.75, 2: 0.5}
 """Of the threadgroups that run at once, by columns: matrices take so many more registers. Measured
 on CUDA."""
+
+_MOST_PARTS = 8
+"""Of a long run, where its tiles alone fill the device: all of them wait in memory to be merged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,15 +131,22 @@ def idle_runs(variant: PrefillVariant) -> RunPlan:
 
 
 def _choose_chunk(runs: Sequence[Run], num_tiles: Sequence[int], max_items: int) -> tuple[int, int]:
-    """The shortest chunk with which no more items come about than that, and how many do."""
-    num_items = 0
-    for chunk in range(MIN_CHUNK, MAX_CHUNK + 1, MIN_CHUNK):
-        num_items = sum(
+    """The shortest chunk with which no more items come about than that, and how many do.
+
+    It is no longer than ``MAX_CHUNK``, or than leaves the longest run in ``_MOST_PARTS``.
+    """
+
+    def num_items(chunk: int) -> int:
+        return sum(
             tiles * -(-run.num_tokens // chunk) for run, tiles in zip(runs, num_tiles, strict=True)
         )
-        if num_items <= max_items:
-            return chunk, num_items
-    return MAX_CHUNK, num_items
+
+    longest = max(MAX_CHUNK, max(run.num_tokens for run in runs) // _MOST_PARTS)
+    chunks = range(MIN_CHUNK, longest + 1, MIN_CHUNK)
+    # The longer they are, the fewer items.
+    place = bisect_left(chunks, -max_items, key=lambda chunk: -num_items(chunk))
+    chunk = chunks[min(place, len(chunks) - 1)]
+    return chunk, num_items(chunk)
 
 
 def attend_runs(
