@@ -22,6 +22,7 @@ from pagedmlx.kv.writer import (
     PoolWriter,
     Rope,
     RotatingWriter,
+    Rotation,
 )
 
 
@@ -77,6 +78,12 @@ class KVStore:
         # Looked up once: to ask a protocol takes longer than to launch a kernel.
         self._rotating_writer = self._writer if isinstance(self._writer, RotatingWriter) else None
         self._token = self._writer.first_token()
+        # On a GPU a rotation by MLX itself is one launch, which nothing is gained by sharing.
+        on_cpu = mx.default_device() == mx.Device(mx.cpu)
+        self._shares_rotations = self._token is None and on_cpu
+        self._rotation: Rotation | None = None
+        # By identity and heads; the slots are kept, so that no later ones are taken for them.
+        self._rows: dict[tuple[int, int], tuple[mx.array, mx.array]] = {}
         self._unwritten: Unwritten | None = None
         self._newest: Unwritten | None = None
         # What a kernel is given for a token where the arrays themselves are ordered.
@@ -103,7 +110,7 @@ class KVStore:
     @property
     def can_rotate(self) -> bool:
         """Whether there is ``write_rotated``."""
-        return self._rotating_writer is not None
+        return self._shares_rotations or self._rotating_writer is not None
 
     @property
     def num_bytes(self) -> int:
@@ -180,6 +187,10 @@ class KVStore:
         Returns:
             The rotated queries, (T, num_heads, k_head_dim).
         """
+        if self._shares_rotations:
+            queries, keys = self._rotate(rows, rope)
+            self.write(layer, keys, rows.values.squeeze(2), rows.slots)
+            return queries
         pool, token = self.bind(layer)
         self._newest = None
         assert self._rotating_writer is not None
@@ -291,15 +302,11 @@ class KVStore:
         Returns:
             K (S, num_kv_heads, N, k_head_dim) and V likewise, in the pool's type.
         """
-        block_size = self.layout.block_size
         num_heads = self.layout.layers[layer].num_kv_heads
-        heads = mx.arange(num_heads, dtype=slots.dtype)[:, None]
-        if self.layout.order is AxisOrder.HEAD_MAJOR:
-            blocks, offsets = slots // block_size, slots % block_size
-            rows = (blocks * (num_heads * block_size) + offsets)[:, None] + heads * block_size
-        else:
-            rows = (slots * num_heads)[:, None] + heads
-        rows, pool = self._after_writes(rows), self._pools[layer]
+        key = id(slots), num_heads
+        if key not in self._rows:
+            self._rows[key] = slots, self._rows_of(slots, num_heads)
+        rows, pool = self._after_writes(self._rows[key][1]), self._pools[layer]
         return _gather_rows(pool.keys, rows), _gather_rows(pool.values, rows)
 
     def commit(self, *outputs: mx.array) -> None:
@@ -308,7 +315,7 @@ class KVStore:
         After this no read is in flight, so the next functional writes run in place.
         """
         self._flush()
-        self._newest = None
+        self._forget_step()
         self._evaluate(*outputs)
 
     def submit(self, *outputs: mx.array) -> None:
@@ -320,7 +327,7 @@ class KVStore:
             self.commit(*outputs)
             return
         self._flush()
-        self._newest = None
+        self._forget_step()
         states = self.states.take_pending()
         mx.async_eval(*outputs, *states, self._token)
         # The last state depends on all that the step has read before it.
@@ -328,6 +335,28 @@ class KVStore:
             if output.size:
                 # Reads of this step are ordered only against what depends on their results.
                 self._token = _after(output.reshape(-1)[:1].astype(mx.int32), self._token)
+
+    def _rotate(self, rows: NewRows, rope: Rope) -> tuple[mx.array, mx.array]:
+        num_rows, num_heads, _, _ = rows.queries.shape
+        asked = rope, rows.positions, rows.queries.dtype
+        if self._rotation is None or not self._rotation.is_for(*asked):
+            self._rotation = Rotation(rope, rows.positions, num_rows, rows.queries.dtype)
+        rotated = self._rotation.apply(mx.concatenate([rows.queries, rows.keys], axis=1))
+        return rotated[:, :num_heads], rotated[:, num_heads:]
+
+    def _rows_of(self, slots: mx.array, num_heads: int) -> mx.array:
+        """(S, num_heads, N) int64: where the slots' heads are, with D elements as a row."""
+        block_size = self.layout.block_size
+        heads = mx.arange(num_heads, dtype=slots.dtype)[:, None]
+        if self.layout.order is AxisOrder.SLOT_MAJOR:
+            return (slots * num_heads)[:, None] + heads
+        blocks, offsets = slots // block_size, slots % block_size
+        return (blocks * (num_heads * block_size) + offsets)[:, None] + heads * block_size
+
+    def _forget_step(self) -> None:
+        """Keep nothing that layers of one step share."""
+        self._newest = self._rotation = None
+        self._rows.clear()
 
     def _flush(self) -> None:
         if self._unwritten is not None:

@@ -73,6 +73,46 @@ class Rope:
         ).squeeze(2)
 
 
+class Rotation:
+    """A rope at some positions: what depends on them is computed once, for all layers.
+
+    Its results are those of ``Rope.rotate``.
+
+    Args:
+        rope: How to rotate.
+        positions: (T or more,) int32.
+        num_rows: T.
+        dtype: Of the rows.
+    """
+
+    def __init__(self, rope: Rope, positions: mx.array, num_rows: int, dtype: mx.Dtype) -> None:
+        self._rope, self._positions = rope, positions
+        half = rope.dims // 2
+        self._axis, self._pairs = (-1, (half, 2)) if rope.traditional else (-2, (2, half))
+        # MLX turns (1, 0) into a cosine and a sine, which are rounded as they are in its own way.
+        one = mx.array([1, 0], dtype).reshape((1, 2) if rope.traditional else (2, 1))
+        ones = mx.broadcast_to(one, (num_rows, 1, *self._pairs)).reshape(num_rows, 1, 1, -1)
+        turned = rope.rotate(ones, positions).reshape(num_rows, 1, *self._pairs)
+        cos, sin = mx.split(turned, 2, axis=self._axis)
+        self._cos = mx.concatenate([cos, cos], axis=self._axis)
+        self._sin = mx.concatenate([-sin, sin], axis=self._axis)
+
+    def is_for(self, rope: Rope, positions: mx.array, dtype: mx.Dtype) -> bool:
+        """Whether it is the one for these very arrays."""
+        same = rope == self._rope and rope.freqs is self._rope.freqs
+        return same and positions is self._positions and dtype == self._cos.dtype
+
+    def apply(self, rows: mx.array) -> mx.array:
+        """Rotate (T, heads, 1, head_dim), which becomes (T, heads, head_dim)."""
+        num_rows, num_heads, _, head_dim = rows.shape
+        dims = self._rope.dims
+        rows = rows.squeeze(2)
+        pairs = rows[..., :dims].reshape(num_rows, num_heads, *self._pairs)
+        swapped = pairs[..., ::-1] if self._axis == -1 else pairs[..., ::-1, :]
+        turned = (pairs * self._cos + swapped * self._sin).reshape(num_rows, num_heads, dims)
+        return turned if dims == head_dim else mx.concatenate([turned, rows[..., dims:]], axis=-1)
+
+
 @dataclass(frozen=True, slots=True)
 class NewRows:
     """What an attention layer has computed for T rows of one token, nothing of it rotated yet.
@@ -155,8 +195,11 @@ class RotatingWriter(Protocol):
 class FunctionalWriter:
     """Updates by index assignment, in place only while no read of the array is pending.
 
-    No name in here may outlive the statement that replaces an array.
+    No name in here may outlive the statement that replaces an array of the pool.
     """
+
+    def __init__(self) -> None:
+        self._places: tuple[mx.array, int, mx.array, mx.array] | None = None
 
     def first_token(self) -> None:
         """See ``PoolWriter.first_token``."""
@@ -177,7 +220,7 @@ class FunctionalWriter:
         """See ``PoolWriter.write``."""
         head_major = pool.order is AxisOrder.HEAD_MAJOR
         block_size = pool.keys.shape[2 if head_major else 1]
-        blocks, offsets = slots // block_size, slots % block_size
+        blocks, offsets = self._place(slots, block_size)
         for array, rows in ((pool.keys, keys), (pool.values, values)):
             if head_major:
                 array[blocks, :, offsets] = rows.astype(array.dtype)
@@ -199,3 +242,10 @@ class FunctionalWriter:
             mx.eval(buffers)
             for array, buffer in zip(arrays, buffers, strict=True):
                 array[targets] = buffer
+
+    def _place(self, slots: mx.array, block_size: int) -> tuple[mx.array, mx.array]:
+        """Blocks of slots and offsets in them; made once for all layers of a step."""
+        found = self._places
+        if found is None or found[0] is not slots or found[1] != block_size:
+            found = self._places = slots, block_size, slots // block_size, slots % block_size
+        return found[2:]

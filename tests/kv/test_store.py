@@ -12,6 +12,7 @@ from pagedmlx.core.groups import KVGroup, KVGroupKind
 from pagedmlx.kv.layout import AxisOrder, KVLayout, LayerShape
 from pagedmlx.kv.store import KVStore
 from tests.support.batches import make_batch
+from tests.support.graphs import operations
 
 BLOCK_SIZE = 4
 
@@ -103,6 +104,22 @@ def test_single_slots_are_read_in_any_order_and_more_than_once(store: KVStore) -
     for row, tokens in enumerate(([5, 0], [3, 3])):
         assert mx.array_equal(k[row].swapaxes(0, 1), keys[mx.array(tokens)])
         assert mx.array_equal(v[row].swapaxes(0, 1), values[mx.array(tokens)])
+
+
+def test_layers_share_the_places_of_slots_unless_their_heads_differ(store: KVStore) -> None:
+    slots = _slots([9, 2])
+    for layer in (0, 1, 2):
+        keys, values = _rows(store, layer, 2, seed=layer)
+        store.write(layer, keys, values, slots)
+        k, v = store.gather_slots(layer, slots[None])
+        assert mx.array_equal(k[0].swapaxes(0, 1), keys)
+        assert mx.array_equal(v[0].swapaxes(0, 1), values)
+    asked = slots[None]
+    found = [array for layer in (0, 2) for array in store.gather_slots(layer, asked)]
+    shared = "FloorDivide" if store.layout.order is AxisOrder.HEAD_MAJOR else "Arange"
+    store.commit()
+    assert operations(*found)[shared] == 1
+    assert not store._rows
 
 
 def test_a_write_touches_its_own_slots_and_layer_only(store: KVStore) -> None:
