@@ -78,9 +78,9 @@ class KVStore:
         # Looked up once: to ask a protocol takes longer than to launch a kernel.
         self._rotating_writer = self._writer if isinstance(self._writer, RotatingWriter) else None
         self._token = self._writer.first_token()
-        # On a GPU a rotation by MLX itself is one launch, which nothing is gained by sharing.
-        on_cpu = mx.default_device() == mx.Device(mx.cpu)
-        self._shares_rotations = self._token is None and on_cpu
+        self._shares_rotations = (
+            isinstance(self._writer, FunctionalWriter) and self._writer.shares_rotations
+        )
         self._rotation: Rotation | None = None
         # By identity and heads; the slots are kept, so that no later ones are taken for them.
         self._rows: dict[tuple[int, int], tuple[mx.array, mx.array]] = {}

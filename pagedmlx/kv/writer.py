@@ -196,9 +196,17 @@ class FunctionalWriter:
     """Updates by index assignment, in place only while no read of the array is pending.
 
     No name in here may outlive the statement that replaces an array of the pool.
+
+    Args:
+        shares_rotations: Whether queries and keys are left to the store to rotate, which computes
+            sines and cosines once for all layers. On a CPU, MLX does so at each rotation.
+
+    Attributes:
+        shares_rotations: As given.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, shares_rotations: bool = False) -> None:
+        self.shares_rotations = shares_rotations
         self._places: tuple[mx.array, int, mx.array, mx.array] | None = None
 
     def first_token(self) -> None:

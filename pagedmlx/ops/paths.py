@@ -42,10 +42,10 @@ def attention_paths(name: str) -> tuple[AttentionPath, ...]:
     Raises:
         InvalidRequestError: There is no such backend, or not on this device.
     """
-    gather = AttentionPath(GatherBackend(), FunctionalWriter())
+    gathers = _gathers()
     match name:
         case "gather":
-            return (gather,)
+            return gathers
         case "reference":
             return (AttentionPath(ReferenceBackend(), FunctionalWriter()),)
         case "kernels" | "auto":
@@ -55,7 +55,7 @@ def attention_paths(name: str) -> tuple[AttentionPath, ...]:
                 "attention_backend", f"{name!r} must be auto, kernels, gather or reference"
             )
     if name == "auto":
-        return (gather,) if kernels is None else (kernels, gather)
+        return gathers if kernels is None else (kernels, *gathers)
     if kernels is None:
         raise InvalidRequestError(
             "attention_backend",
@@ -63,6 +63,14 @@ def attention_paths(name: str) -> tuple[AttentionPath, ...]:
             hint="leave it at auto",
         )
     return (kernels,)
+
+
+def _gathers() -> tuple[AttentionPath, ...]:
+    """By MLX's own attention; on a CPU at first with rotations that layers share."""
+    plain = AttentionPath(GatherBackend(), FunctionalWriter())
+    if mx.default_device() != mx.Device(mx.cpu):
+        return (plain,)
+    return AttentionPath(GatherBackend(), FunctionalWriter(shares_rotations=True)), plain
 
 
 def _kernels() -> AttentionPath | None:

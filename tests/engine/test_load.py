@@ -22,6 +22,7 @@ from pagedmlx.errors import (
 )
 from pagedmlx.kv.store import KVStore
 from pagedmlx.kv.writer import FunctionalWriter
+from pagedmlx.models.deferred_rope import DeferredRopes
 from pagedmlx.ops import AttentionPath, attention_paths
 from pagedmlx.ops.in_place import InPlaceWriter
 from pagedmlx.ops.kernels import KernelBackend
@@ -162,7 +163,7 @@ class _Wrong:
 def test_a_backend_that_fails_the_probe_is_left_for_the_next_and_said_once(
     folder: Path, fault: str, monkeypatch: pytest.MonkeyPatch
 ):
-    (gather,) = attention_paths("gather")
+    gather, *_ = attention_paths("gather")
     wrong = AttentionPath(_Wrong(fault), FunctionalWriter())
     monkeypatch.setattr(build, "attention_paths", lambda _: (wrong, gather))
     with LLM(str(folder), num_blocks=8) as llm:
@@ -174,6 +175,17 @@ def test_a_backend_that_fails_the_probe_is_left_for_the_next_and_said_once(
     monkeypatch.setattr(build, "attention_paths", lambda _: (wrong,))
     with pytest.raises(UnsupportedModelError):
         LLM(str(folder), num_blocks=8)
+
+
+def test_a_model_whose_queries_cannot_be_rotated_for_it_rotates_them_itself(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(DeferredRopes, "take", lambda *_: None)  # they have gone astray
+    with LLM(str(folder), num_blocks=8, attention_backend="gather") as llm:
+        said = [note for note in llm.load_notes if note.startswith("attention: ")]
+        assert len(llm.generate("abc")[0].outputs[0].token_ids) > 0
+    assert "not by gather, slower instead" in said[0]
+    assert said[1].startswith("attention: gather")
 
 
 def test_kernels_of_which_one_cannot_be_compiled_are_left_for_the_next_path(

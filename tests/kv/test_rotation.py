@@ -8,7 +8,7 @@ import pytest
 from pagedmlx.core.groups import KVGroup, KVGroupKind
 from pagedmlx.kv.layout import KVLayout, LayerShape
 from pagedmlx.kv.store import KVStore
-from pagedmlx.kv.writer import NewRows, Rope, Rotation
+from pagedmlx.kv.writer import FunctionalWriter, NewRows, Rope, Rotation
 from tests.support.graphs import operations
 from tests.support.token_writer import TokenWriter
 
@@ -35,7 +35,7 @@ def test_rows_are_rotated_as_mlx_does_it(rope: Rope, dtype: mx.Dtype) -> None:
 
 
 def test_layers_share_sines_and_cosines_while_a_step_lasts() -> None:
-    store, rope = KVStore(LAYOUT, (4,)), ROPES[0]
+    store, rope = sharing_store(), ROPES[0]
     rotated = [store.write_rotated(layer, new_rows(layer), rope) for layer in (0, 1)]
     assert operations(*rotated)["Cos"] == operations(rotated[0])["Cos"]
     assert store._rotation is not None
@@ -44,7 +44,7 @@ def test_layers_share_sines_and_cosines_while_a_step_lasts() -> None:
 
 
 def test_another_rope_is_not_taken_for_the_one_before() -> None:
-    store = KVStore(LAYOUT, (4,))
+    store = sharing_store()
     other = Rope(8, False, None, 1.0, FREQS * 2)
     for rope in (*ROPES, other):
         rows = new_rows(0)
@@ -54,9 +54,14 @@ def test_another_rope_is_not_taken_for_the_one_before() -> None:
         assert mx.allclose(keys[0].swapaxes(0, 1), rope.rotate(rows.keys, POSITIONS), atol=1e-6)
 
 
-def test_only_a_pool_without_tokens_shares_rotations() -> None:
-    assert KVStore(LAYOUT, (4,)).can_rotate
-    assert not KVStore(LAYOUT, (4,), writer=TokenWriter()).can_rotate
+def test_rotations_are_shared_where_the_writer_says_so() -> None:
+    assert sharing_store().can_rotate
+    for writer in (FunctionalWriter(), TokenWriter()):
+        assert not KVStore(LAYOUT, (4,), writer=writer).can_rotate
+
+
+def sharing_store() -> KVStore:
+    return KVStore(LAYOUT, (4,), writer=FunctionalWriter(shares_rotations=True))
 
 
 def new_rows(seed: int) -> NewRows:
