@@ -257,10 +257,11 @@ class Driver:
         Returns:
             The step that was updated; None when there is nothing to do.
         """
+        running = list(self.scheduler.running)
         step = self.scheduler.schedule()
         self.scheduler.check_integrity()
         if step is not None:
-            self.check_step(step)
+            self.check_step(step, running)
             self.steps.append(step)
             self.flying.append((step, self._compute(step)))
         if not self.flying:
@@ -309,8 +310,8 @@ class Driver:
                 self.scheduler.finish(sequence, FinishReason.STOP)
         self.scheduler.check_integrity()
 
-    def check_step(self, step: Step) -> None:
-        """What holds for every step."""
+    def check_step(self, step: Step, running: list[Sequence]) -> None:
+        """What holds for every step, given who was running before it."""
         config = self.config
         assert 1 <= step.num_tokens <= config.max_num_batched_tokens
         assert len(step.scheduled) <= config.max_num_seqs
@@ -323,9 +324,14 @@ class Driver:
         assert single == sorted(single, reverse=True), "decode rows come first"
         limit = self.scheduler.max_prompt_tokens
         if limit is not None and any(not entry.num_prompt_tokens for entry in step.scheduled):
-            # A step of prompts alone that ends in the last tokens of some may look like one.
+            # A step of prompts alone that ends in the last tokens of some may look like one, and
+            # so may one in which somebody comes back who was preempted.
             entries = [entry for entry in step.scheduled if not entry.num_prompt_tokens]
-            streams = [e for e in entries if e.start >= e.sequence.num_prompt_tokens]
+            streams = [
+                entry
+                for entry in entries
+                if entry.start >= entry.sequence.num_prompt_tokens and entry.sequence in running
+            ]
             assert not streams or step.num_prompt_tokens <= limit, "streams wait too long"
         num_prompt_logits = sum(
             len(entry.prompt_rows) for entry in step.scheduled if not entry.sequence.request.pooling
