@@ -78,4 +78,4 @@ def serve_made_up_requests(
             under_way.popleft()
             scheduler.update(runner.collect())
     runner.rest()
-    adapter.drop_graphs()
+    adapter.drop_store()

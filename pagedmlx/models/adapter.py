@@ -170,7 +170,7 @@ class ModelAdapter:
 
     def _compiled_for(self, store: KVStore, backend: PlansAhead) -> CompiledSteps:
         if self._compiled is None or self._compiled[0] is not store:
-            self.drop_graphs()
+            self.drop_store()
             self._compiled = store, CompiledSteps(self._logits_of_tokens, backend, store)
         return self._compiled[1]
 
@@ -293,6 +293,10 @@ class ModelAdapter:
         """Forget compiled steps, which hold the pool's arrays; they are compiled anew."""
         if self._compiled is not None:
             self._compiled[1].drop()
+
+    def drop_store(self) -> None:
+        """Forget the pool of the last steps, and its compiled steps."""
+        self.drop_graphs()
         self._compiled = None
 
     def rest(self) -> None:
@@ -301,7 +305,7 @@ class ModelAdapter:
 
     def close(self) -> None:
         """Release the attention hook; the model is mlx-lm's again. Idempotent."""
-        self.drop_graphs()
+        self.drop_store()
         self._hook.undo()
 
     def __enter__(self) -> Self:

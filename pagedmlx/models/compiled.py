@@ -102,7 +102,9 @@ class CompiledSteps:
         """Forget all graphs, and with them the pool's arrays that they hold, at once.
 
         They refer to this object, so without a word they would live until Python looks for circles.
+        Shapes that had one get it again when they come once more.
         """
+        self._uses |= dict.fromkeys(self._graphs, MIN_USES - 1)
         self._graphs.clear()
 
     def _graph(

@@ -226,6 +226,18 @@ def test_graphs_and_the_arrays_in_them_are_gone_at_once_when_dropped() -> None:
         gc.enable()
 
 
+def test_shapes_that_had_a_graph_get_one_again_when_they_come_once_more() -> None:
+    decoding = Decoding()
+    for _ in range(MIN_USES + 2):
+        decoding.step([5, 9], [1, 2, 3])
+    decoding.step([5], [1])
+    decoding.compiled.drop()
+    for _ in range(3):
+        decoding.step([5, 9], [1, 2, 3])
+    # The first ones, of which the last is traced; the other shape; and another trace.
+    assert decoding.num_runs == MIN_USES + 1 + 1
+
+
 def test_a_graph_keeps_no_sequence_of_the_step_that_it_was_made_for() -> None:
     class Marker:
         pass
