@@ -81,8 +81,8 @@ class KVStore:
         self._shares_rotations = (
             isinstance(self._writer, FunctionalWriter) and self._writer.shares_rotations
         )
-        self._rotation: Rotation | None = None
-        # By identity and heads; the slots are kept, so that no later ones are taken for them.
+        # Both by identity; the arrays are kept, so that no later ones are taken for them.
+        self._rotations: dict[tuple[int, int, mx.Dtype], Rotation] = {}
         self._rows: dict[tuple[int, int], tuple[mx.array, mx.array]] = {}
         self._unwritten: Unwritten | None = None
         self._newest: Unwritten | None = None
@@ -338,10 +338,11 @@ class KVStore:
 
     def _rotate(self, rows: NewRows, rope: Rope) -> tuple[mx.array, mx.array]:
         num_rows, num_heads, _, _ = rows.queries.shape
-        asked = rope, rows.positions, rows.queries.dtype
-        if self._rotation is None or not self._rotation.is_for(*asked):
-            self._rotation = Rotation(rope, rows.positions, num_rows, rows.queries.dtype)
-        rotated = self._rotation.apply(mx.concatenate([rows.queries, rows.keys], axis=1))
+        positions, dtype = rows.positions, rows.queries.dtype
+        key = id(rope), id(positions), dtype
+        if key not in self._rotations:
+            self._rotations[key] = Rotation(rope, positions, num_rows, dtype)
+        rotated = self._rotations[key].apply(mx.concatenate([rows.queries, rows.keys], axis=1))
         return rotated[:, :num_heads], rotated[:, num_heads:]
 
     def _rows_of(self, slots: mx.array, num_heads: int) -> mx.array:
@@ -355,7 +356,8 @@ class KVStore:
 
     def _forget_step(self) -> None:
         """Keep nothing that layers of one step share."""
-        self._newest = self._rotation = None
+        self._newest = None
+        self._rotations.clear()
         self._rows.clear()
 
     def _flush(self) -> None:

@@ -76,17 +76,21 @@ class Rope:
 class Rotation:
     """A rope at some positions: what depends on them is computed once, for all layers.
 
-    Its results are those of ``Rope.rotate``.
+    Its results are those of ``Rope.rotate`` on a CPU, bit for bit.
 
     Args:
         rope: How to rotate.
         positions: (T or more,) int32.
         num_rows: T.
         dtype: Of the rows.
+
+    Attributes:
+        rope: As given.
+        positions: As given.
     """
 
     def __init__(self, rope: Rope, positions: mx.array, num_rows: int, dtype: mx.Dtype) -> None:
-        self._rope, self._positions = rope, positions
+        self.rope, self.positions = rope, positions
         half = rope.dims // 2
         self._axis, self._pairs = (-1, (half, 2)) if rope.traditional else (-2, (2, half))
         # MLX turns (1, 0) into a cosine and a sine, which are rounded as they are in its own way.
@@ -97,15 +101,10 @@ class Rotation:
         self._cos = mx.concatenate([cos, cos], axis=self._axis)
         self._sin = mx.concatenate([-sin, sin], axis=self._axis)
 
-    def is_for(self, rope: Rope, positions: mx.array, dtype: mx.Dtype) -> bool:
-        """Whether it is the one for these very arrays."""
-        same = rope == self._rope and rope.freqs is self._rope.freqs
-        return same and positions is self._positions and dtype == self._cos.dtype
-
     def apply(self, rows: mx.array) -> mx.array:
         """Rotate (T, heads, 1, head_dim), which becomes (T, heads, head_dim)."""
         num_rows, num_heads, _, head_dim = rows.shape
-        dims = self._rope.dims
+        dims = self.rope.dims
         rows = rows.squeeze(2)
         pairs = rows[..., :dims].reshape(num_rows, num_heads, *self._pairs)
         swapped = pairs[..., ::-1] if self._axis == -1 else pairs[..., ::-1, :]

@@ -153,6 +153,8 @@ class CompiledSteps:
                 return logits, self._store.token, *([] if host.only_decodes else begun)
             finally:
                 self._store.wrote(kept)
+                # The backend keeps the batch, and what was traced would keep the pool's arrays.
+                begun.clear()
 
         return step
 

@@ -182,11 +182,28 @@ def _can_rotate(rope: Rope, queries: mx.array, keys: mx.array, values: mx.array)
 
 
 def _known_places(model: nn.Module) -> Iterator[_Place]:
+    """Rope modules that are known; those that rotate alike have one rope, for layers to share."""
+    ropes: list[Rope] = []
     for module in {id(module): module for module in model.modules()}.values():
         for name, child in module.items():
             rope = read_rope(child)
             if rope is not None:
-                yield _Place(module, name, child, rope)
+                yield _Place(module, name, child, _one_among(ropes, rope))
+
+
+def _one_among(ropes: list[Rope], rope: Rope) -> Rope:
+    """The one that rotates like this one, which joins them if there is none."""
+    for each in ropes:
+        if each == rope and _are_equal(each.freqs, rope.freqs):
+            return each
+    ropes.append(rope)
+    return rope
+
+
+def _are_equal(one: mx.array | None, other: mx.array | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return bool(mx.array_equal(one, other).item())
 
 
 def read_rope(module: Any) -> Rope | None:

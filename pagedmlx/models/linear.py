@@ -10,7 +10,7 @@ class TransposedLinear(nn.Module):
     """``nn.Linear`` that keeps its weight's transpose, a view, instead of asking for it each time.
 
     Args:
-        weight: (output size, input size), evaluated.
+        weight: (output size, input size), evaluated and final: one that is set later isn't used.
         bias: (output size,) or None.
     """
 

@@ -44,12 +44,14 @@ class Backend:
     def __init__(self) -> None:
         self.next_plans: Plans | None = None
         self.followed: mx.array | None = None
+        self.batch: PagedBatch | None = None
 
     def plan_ahead(self, batch: PagedBatch) -> Plans | None:
         return self.next_plans
 
     def follow(self, batch: PagedBatch, plans: Plans, arrays: Sequence[mx.array]) -> None:
         (self.followed,) = arrays
+        self.batch = batch
 
 
 class Decoding:

@@ -18,7 +18,7 @@ from pagedmlx.errors import UnsupportedModelError
 from pagedmlx.kv.store import KVStore
 from pagedmlx.kv.writer import Rope
 from pagedmlx.models.adapter import ModelAdapter
-from pagedmlx.models.deferred_rope import DeferredRopes, read_rope
+from pagedmlx.models.deferred_rope import DeferredRopes, _known_places, read_rope
 from pagedmlx.models.fused import fuse_projections
 from pagedmlx.models.loader import LoadedModel
 from pagedmlx.models.probe import ProbeResult, probe_model
@@ -82,6 +82,19 @@ def test_every_rope_that_is_one_operation_is_deferred(
     num_deferred, result = probe(tiny_model())
     assert num_deferred == NUM_LAYERS
     assert result.error < 1e-4
+
+
+def test_layers_that_rotate_alike_have_one_rope(monkeypatch: pytest.MonkeyPatch) -> None:
+    scaling = {"rope_type": "llama3", "factor": 8.0}
+    config = {**CONFIGS["llama"], "rope_scaling": scaling}
+    monkeypatch.setattr(tiny_models, "CONFIGS", {"llama": config})
+    model: Any = tiny_model().model
+    model.layers[1].self_attn.rope._freqs *= 2
+    model.layers[2].self_attn.rope = nn.RoPE(8)
+    first, *others, last = [place.rope for place in _known_places(model)]
+    assert first is last
+    assert all(rope is not first for rope in others)
+    assert others[0] is not others[1]
 
 
 class OtherRoPE(nn.RoPE):
