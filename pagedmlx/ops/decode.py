@@ -203,15 +203,8 @@ class DecodePlanner:
             num_chunks += cascade.runs.max_chunks
             shared_vectors = cascade.runs.variant.vectors
         split = self._changed(whole, split=True)
-        merge = merge_variant(
-            split.pool,
-            split.dtype,
-            split.factor,
-            split.vectors,
-            sinks=split.sinks,
-            many=self._deterministic or num_chunks > MANY_CHUNKS,
-            shared_vectors=shared_vectors,
-        )
+        many = self._deterministic or num_chunks > MANY_CHUNKS
+        merge = merge_variant(split, many=many, shared_vectors=shared_vectors)
         return self._steps(work, split, merge, cascade)
 
     def prefill_variant(self, base: DecodeVariant) -> PrefillVariant:

@@ -89,14 +89,7 @@ def idle_split_prefills(variant: PrefillVariant) -> list[SplitPrefill]:
 
 
 def _with_merge(runs: RunPlan, variant: PrefillVariant) -> SplitPrefill:
-    merge = merge_variant(
-        variant.pool,
-        variant.dtype,
-        variant.factor,
-        variant.vectors,
-        sinks=variant.sinks,
-        many=runs.max_chunks > MANY_CHUNKS,
-    )
+    merge = merge_variant(variant, many=runs.max_chunks > MANY_CHUNKS)
     return SplitPrefill(merge_list(runs.merges), len(runs.merges), runs, merge)
 
 

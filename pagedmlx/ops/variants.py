@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property, lru_cache
+from typing import Protocol
 
 from pagedmlx.kv.layout import DTYPE_BYTES
 from pagedmlx.ops.launch import MAX_THREADGROUP_BYTES, SIMD_WIDTH, Kernel, Platform
@@ -330,30 +331,53 @@ MANY_CHUNKS = 16
 _MERGE_SIMDGROUPS = 8
 
 
+class PartialResults(Protocol):
+    """A variant of a kernel that leaves partial results."""
+
+    @property
+    def pool(self) -> PoolShape:
+        """The pool."""
+        ...
+
+    @property
+    def dtype(self) -> str:
+        """Type of the output by name."""
+        ...
+
+    @property
+    def factor(self) -> int:
+        """Query heads that share a KV head."""
+        ...
+
+    @property
+    def vectors(self) -> int:
+        """Query vectors of an item."""
+        ...
+
+    @property
+    def sinks(self) -> bool:
+        """Whether attention sinks take part."""
+        ...
+
+
 @lru_cache
-def merge_variant(
-    pool: PoolShape,
-    dtype: str,
-    factor: int,
-    vectors: int,
-    *,
-    sinks: bool,
-    many: bool,
-    shared_vectors: int = 0,
-) -> MergeVariant:
+def merge_variant(kernel: PartialResults, *, many: bool, shared_vectors: int = 0) -> MergeVariant:
     """The one object for equal variants, so that texts are put together once.
 
     Args:
-        pool: As in ``MergeVariant``, like the others.
-        dtype: Likewise.
-        factor: Likewise.
-        vectors: Likewise.
-        sinks: Likewise.
+        kernel: Leaves what is merged.
         many: Whether some row has more than ``MANY_CHUNKS``.
-        shared_vectors: Likewise.
+        shared_vectors: As in ``MergeVariant``.
     """
-    num_simdgroups = _MERGE_SIMDGROUPS if many else 1
-    return MergeVariant(pool, dtype, factor, vectors, sinks, num_simdgroups, shared_vectors)
+    return MergeVariant(
+        kernel.pool,
+        kernel.dtype,
+        kernel.factor,
+        kernel.vectors,
+        kernel.sinks,
+        _MERGE_SIMDGROUPS if many else 1,
+        shared_vectors,
+    )
 
 
 def decode_by(path: DecodePath, variant: DecodeVariant, platform: Platform) -> DecodeVariant:
