@@ -131,9 +131,11 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
                 for start in range(half, len(data), 200):
                     self.wfile.write(data[start : start + 200])
                     time.sleep(0.1)
+                hub.fetched.append(name)
             else:
+                # Before its end: then the client may ask for the next one while this thread waits.
+                hub.fetched.append(name)
                 self.wfile.write(data[half:])
-            hub.fetched.append(name)
 
         def _json(self, value: object) -> None:
             body = json.dumps(value).encode()
