@@ -20,6 +20,7 @@ from pagedmlx.models.compiled import CompiledSteps, PlansAhead
 from pagedmlx.models.deferred_rope import DeferredRopes, find_deferrable_ropes
 from pagedmlx.models.hook import install_hook
 from pagedmlx.models.layer_cache import GroupRows, LayerCache
+from pagedmlx.models.layer_spans import LayerSpans
 from pagedmlx.models.loader import LoadedModel
 from pagedmlx.models.parts import Part, RowLayout, sequence_rows, token_rows
 from pagedmlx.models.rows import RowSelection
@@ -171,7 +172,8 @@ class ModelAdapter:
     def _compiled_for(self, store: KVStore, backend: PlansAhead) -> CompiledSteps:
         if self._compiled is None or self._compiled[0] is not store:
             self.drop_store()
-            self._compiled = store, CompiledSteps(self._logits_of_tokens, backend, store)
+            spans = LayerSpans(self._model)
+            self._compiled = store, CompiledSteps(self._logits_of_tokens, backend, store, spans)
         return self._compiled[1]
 
     def _logits_of_tokens(self, batch: PagedBatch, store: KVStore) -> mx.array:
@@ -237,7 +239,9 @@ class ModelAdapter:
         with self._selection.using(select), ropes.using(part.offset):
             logits = self._model(part.token_ids, cache=self._tree.arrange(caches))
         blocks = (each for each in caches if isinstance(each, LayerCache))
-        if not part.gathers and not all(each.attended for each in blocks):
+        # A traced step runs some layers only, and has run before as a whole.
+        takes_blocks = part.gathers or part.batch.is_traced
+        if not takes_blocks and not all(each.attended for each in blocks):
             raise UnsupportedModelError(
                 f"{self.loaded.model_type}: a layer did its attention by maths of its own",
                 hint="run this model with mlx-lm itself, and please report it",

@@ -17,6 +17,7 @@ import numpy as np
 
 from pagedmlx.core.batch import NO_BLOCK, BatchArrays, Int32Array
 from pagedmlx.kv.store import KVStore
+from pagedmlx.models.layer_spans import LayerSpans
 from pagedmlx.ops.base import PagedBatch
 from pagedmlx.ops.launch import MIN_ELEMENTS
 
@@ -25,6 +26,9 @@ MAX_GRAPHS = 64
 
 MIN_USES = 5
 """A shape is compiled when it comes this often: a trace costs what so many steps save by it."""
+
+Graph = Callable[[mx.array, mx.array, mx.array], tuple[mx.array, mx.array]]
+"""Some layers of a step, as ``CompiledSteps._trace`` says."""
 
 
 class Plans(Protocol):
@@ -61,19 +65,28 @@ class PlansAhead(Protocol):
 class CompiledSteps:
     """Runs steps that are planned ahead; of one shape, all but the first few by a compiled graph.
 
+    Steps with prompts are several graphs, one for each span of layers: they come to a device that
+    may be idle, and it begins with the first while MLX goes through the next.
+
     Args:
         run: The model over a batch: writes K and V and returns logits.
         backend: Plans ahead.
         store: The pool, updated in place.
+        spans: Of the model's layers.
     """
 
     def __init__(
-        self, run: Callable[[PagedBatch, KVStore], mx.array], backend: PlansAhead, store: KVStore
+        self,
+        run: Callable[[PagedBatch, KVStore], mx.array],
+        backend: PlansAhead,
+        store: KVStore,
+        spans: LayerSpans,
     ) -> None:
         self._run = run
         self._backend = backend
         self._store = store
-        self._graphs: OrderedDict[tuple[object, ...], Callable[..., Any]] = OrderedDict()
+        self._spans = spans
+        self._graphs: OrderedDict[tuple[object, ...], list[Graph]] = OrderedDict()
         self._uses: OrderedDict[tuple[object, ...], int] = OrderedDict()
 
     def __call__(self, batch: PagedBatch) -> mx.array | None:
@@ -85,18 +98,19 @@ class CompiledSteps:
         if plans is None:
             return None
         metadata = _Metadata.of(batch, plans)
-        graph = self._graph((metadata, plans.shape), batch, plans)
-        if graph is None:
+        graphs = self._graphs_of((metadata, plans.shape), batch, plans)
+        if graphs is None:
             self._backend.follow(batch, plans, [mx.array(array) for array in plans.arrays])
             return None
-        arrays = batch.token_ids, metadata.packed(host, plans)
+        hidden, packed = batch.token_ids, metadata.packed(host, plans)
         if not host.only_decodes:
-            arrays = _brought(*arrays)
-        logits, token, *begun = graph(*arrays, self._store.token)
-        for output in begun:
-            mx.async_eval(output)
-        self._store.wrote(token)
-        return logits
+            hidden, packed = _brought(hidden, packed)
+        for number, graph in enumerate(graphs):
+            if number:
+                mx.async_eval(hidden)
+            hidden, token = graph(hidden, packed, self._store.token)
+            self._store.wrote(token)
+        return hidden
 
     def drop(self) -> None:
         """Forget all graphs, and with them the pool's arrays that they hold, at once.
@@ -107,39 +121,42 @@ class CompiledSteps:
         self._uses |= dict.fromkeys(self._graphs, MIN_USES - 1)
         self._graphs.clear()
 
-    def _graph(
+    def _graphs_of(
         self, shape: tuple[object, ...], batch: PagedBatch, plans: Plans
-    ) -> Callable[..., Any] | None:
-        graph = self._graphs.get(shape)
-        if graph is not None:
+    ) -> list[Graph] | None:
+        graphs = self._graphs.get(shape)
+        if graphs is not None:
             self._graphs.move_to_end(shape)
-            return graph
+            return graphs
         uses = self._uses.pop(shape, 0) + 1
         if uses < MIN_USES:
             self._uses[shape] = uses
             if len(self._uses) > MAX_GRAPHS:
                 self._uses.popitem(last=False)
             return None
-        graph = self._graphs[shape] = mx.compile(self._trace(batch, plans))
+        spans = (self._spans.whole,) if batch.host.only_decodes else self._spans.parts
+        graphs = [mx.compile(self._trace(batch, plans, span)) for span in spans]
+        self._graphs[shape] = graphs
         if len(self._graphs) > MAX_GRAPHS:
             self._graphs.popitem(last=False)
-        return graph
+        return graphs
 
-    def _trace(self, like: PagedBatch, plans: Plans) -> Callable[..., tuple[mx.array, ...]]:
-        """The function to compile: a step of ``like``'s shape, from nothing but arrays.
+    def _trace(self, like: PagedBatch, plans: Plans, span: range) -> Graph:
+        """The function to compile: some layers of a step of ``like``'s shape.
 
-        It gives logits and token. Prompts come to a device that may be idle, so for these it also
-        gives what the device can begin with while MLX goes through the rest of the graph.
+        It takes the step's token ids or what the layers before have come to, the other metadata
+        and the newest token of the pool. It gives what these layers come to, or logits, and the
+        next token of the pool.
         """
         metadata = _Metadata.of(like, plans)
         # A graph outlives the sequences of the step that it was made for.
         host = replace(like.host, sequences=(), sample_sequences=(), unread_sequences=())
-        num_padding = like.num_padding
+        num_rows, num_padding = like.num_rows, like.num_padding
 
-        def step(token_ids: mx.array, packed: mx.array, token: mx.array) -> tuple[mx.array, ...]:
+        def step(hidden: mx.array, packed: mx.array, token: mx.array) -> tuple[mx.array, mx.array]:
             slots, positions, sample_rows, arrays = metadata.unpacked(packed)
-            begun: list[mx.array] = []
-            batch = PagedBatch(host, num_padding, begun).given(
+            token_ids = hidden if span.start == 0 else mx.zeros(num_rows, mx.int32)
+            batch = PagedBatch(host, num_padding, is_traced=True).given(
                 token_ids=token_ids,
                 positions=positions,
                 sample_rows=sample_rows,
@@ -149,12 +166,10 @@ class CompiledSteps:
             self._backend.follow(batch, plans, arrays)
             self._store.wrote(token)
             try:
-                logits = self._run(batch, self._store)
-                return logits, self._store.token, *([] if host.only_decodes else begun)
+                output = self._spans.run(span, hidden, lambda: self._run(batch, self._store))
+                return output, self._store.token
             finally:
                 self._store.wrote(kept)
-                # The backend keeps the batch, and what was traced would keep the pool's arrays.
-                begun.clear()
 
         return step
 

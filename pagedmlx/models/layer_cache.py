@@ -50,7 +50,7 @@ class GroupRows:
         self.group = group
         self.window = window
         self.ropes = ropes
-        self._hands_over = store.updates_in_place and not part.gathers
+        self._hands_over = store.updates_in_place and not part.gathers and not part.batch.is_traced
         self._contexts: dict[int | None, Context] = {}
         self._no_mask: mx.array | None = None
 
@@ -79,16 +79,8 @@ class GroupRows:
             layer: After its attention.
             output: What that has come to.
         """
-        if not self._hands_over:
-            return
-        traced = self.part.batch.traced
-        if traced is None:
-            if layer % HAND_OVER_LAYERS == 0:
-                mx.async_eval(output)
-        elif layer & (layer - 1) == 0:
-            # MLX goes through all that it is given before the device sees any of it: ever more
-            # layers, while the device is busy with those before.
-            traced.append(output)
+        if self._hands_over and layer % HAND_OVER_LAYERS == 0:
+            mx.async_eval(output)
 
     def no_mask(self) -> mx.array:
         """(S, 1, 1, 1) bool that masks nothing, for models that insist on an array."""

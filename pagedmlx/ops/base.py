@@ -48,13 +48,12 @@ class PagedBatch:
     Attributes:
         host: The same step on the host, for lengths and other control flow.
         num_padding: P - T.
-        traced: None, unless its arrays only stand for others, so that nothing can be computed yet:
-            then results that the device can be given before those of the step.
+        is_traced: Whether its arrays only stand for others, so that nothing can be computed yet.
     """
 
     host: BatchArrays
     num_padding: int = 0
-    traced: list[mx.array] | None = None
+    is_traced: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -102,7 +101,7 @@ class PagedBatch:
             sample_rows: Likewise.
             slot_mappings: One for each KV group, or none.
         """
-        batch = PagedBatch(self.host, self.num_padding, self.traced)
+        batch = PagedBatch(self.host, self.num_padding, self.is_traced)
         # What a cached property finds here it doesn't compute.
         vars(batch)["token_ids"] = token_ids
         if positions is not None:

@@ -14,6 +14,7 @@ import pytest
 
 from pagedmlx.core.batch import PooledRows
 from pagedmlx.models.compiled import MAX_GRAPHS, MIN_USES, CompiledSteps
+from pagedmlx.models.layer_spans import LayerSpans
 from pagedmlx.ops.base import PagedBatch
 from tests.support.batches import make_batch
 
@@ -54,6 +55,20 @@ class Backend:
         self.batch = batch
 
 
+class TwoLayers(LayerSpans):
+    """Of a model whose first layer adds 1 to the token ids, and whose second one does the rest."""
+
+    def __init__(self) -> None:
+        self._layers = [lambda x: x[:, None] + 1, lambda x: x - 1]
+        self.whole = range(2)
+        self.parts = range(1), range(1, 2)
+
+    def apply(self, x: mx.array) -> mx.array:
+        for layer in self._layers:
+            x = layer(x)
+        return x[:, 0]
+
+
 class Decoding:
     def __init__(self) -> None:
         self.store: Any = Store()
@@ -61,7 +76,8 @@ class Decoding:
         self.num_runs = 0
         self.fails = False
         self.pool = mx.zeros(8, mx.int32)
-        self.compiled = CompiledSteps(self.run, self.backend, self.store)
+        self.spans = TwoLayers()
+        self.compiled = CompiledSteps(self.run, self.backend, self.store, self.spans)
 
     def run(self, batch: PagedBatch, store: Any) -> mx.array:
         self.num_runs += 1
@@ -70,10 +86,8 @@ class Decoding:
         store.wrote(store.token + 1)
         assert self.backend.followed is not None
         slots = batch.groups[0].slot_mapping[: batch.num_rows]
-        rows = batch.token_ids + 10 * batch.positions[: batch.num_rows] + slots
+        rows = self.spans.apply(batch.token_ids) + 10 * batch.positions[: batch.num_rows] + slots
         rows = (rows + self.backend.followed.sum() + self.pool[0])[:, None]
-        if batch.traced is not None:
-            batch.traced.append(rows[:2] + 1)
         is_all = len(batch.host.sample_rows) == batch.host.num_rows
         return rows if is_all else rows[batch.sample_rows]
 
@@ -156,7 +170,8 @@ def test_steps_with_prompts_are_compiled_where_they_are_planned_ahead() -> None:
         expected = batch.token_ids + 10 * batch.positions[:8] + batch.groups[0].slot_mapping
         expected = (expected + number + 1)[batch.sample_rows]
         np.testing.assert_array_equal(np.array(logits[:, 0]), np.array(expected))
-    assert decoding.num_runs == MIN_USES
+    # They are traced in spans.
+    assert decoding.num_runs == MIN_USES + 1
 
 
 def test_a_device_begins_with_prompts_before_their_step_is_whole(
@@ -165,7 +180,7 @@ def test_a_device_begins_with_prompts_before_their_step_is_whole(
     decoding, evaluated = Decoding(), list[tuple[int, ...]]()
     monkeypatch.setattr(mx, "async_eval", lambda *arrays: evaluated.append(arrays[0].shape))
     rng = np.random.default_rng(0)
-    for spans, expected in (([(0, 9)], [(9,), (2, 1)]), ([(4, 1), (7, 1)], [])):
+    for spans, expected in (([(0, 9)], [(9,), (9, 1)]), ([(4, 1), (7, 1)], [])):
         host = make_batch(spans, block_size=4, num_blocks=64, rng=rng)
         for _ in range(MIN_USES):
             evaluated.clear()

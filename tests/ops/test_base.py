@@ -51,7 +51,7 @@ def test_positions_of_few_rows_are_padded_for_kernels() -> None:
 def test_nothing_goes_to_the_device_before_it_is_asked_for() -> None:
     host = make_batch([(3, 1), (7, 1)], block_size=4, num_blocks=8, rng=np.random.default_rng(0))
     batch = PagedBatch(host)
-    assert set(vars(batch)) == {"host", "num_padding", "traced"}
+    assert set(vars(batch)) == {"host", "num_padding", "is_traced"}
     assert batch.token_ids is batch.token_ids
     assert batch.groups[0].slot_mapping is batch.groups[0].slot_mapping
 

@@ -1,0 +1,168 @@
+"""LayerSpans: passes through a model in which only some of its layers compute anything.
+
+MLX goes through a whole graph before the device sees any of it. Cut in spans of layers, the device
+computes one span while MLX goes through the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import pairwise
+from types import NoneType
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from pagedmlx.models.dry_run import dry_run
+
+FIRST_SPAN = 2
+"""Layers of the first span. Each further one has twice as many: the host must not fall behind."""
+
+
+class LayerSpans:
+    """The spans of a model, and what it takes to run one of them.
+
+    A model has several only if its code passes nothing from layer to layer but one array: then it
+    is all that a span must know of the layers before it. A dry run shows that.
+
+    Args:
+        model: One of mlx-lm's models.
+
+    Attributes:
+        whole: All layers.
+        parts: Spans that follow each other and are all layers together; the whole one if the model
+            can't be cut.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._layers = _layers_in_a_chain(model)
+        self.whole = range(len(self._layers))
+        self.parts = tuple(_cut(len(self._layers))) or (self.whole,)
+
+    def run(self, span: range, hidden: mx.array, call: Callable[[], mx.array]) -> mx.array:
+        """Call the model, all layers but those of a span being skipped.
+
+        Args:
+            span: One of ``parts``, or ``whole``.
+            hidden: What the layers before the span have come to, if there are any.
+            call: Calls the model and returns its logits.
+
+        Returns:
+            What the span's last layer gives; after the last span the logits.
+        """
+        passed: list[mx.array] = []
+
+        def begin(*_: Any, **__: Any) -> mx.array:
+            return hidden
+
+        def end(x: mx.array, *_: Any, **__: Any) -> mx.array:
+            passed.append(x)
+            return x
+
+        with ExitStack() as undo:
+            for index in self.whole:
+                if index not in span:
+                    skip = begin if index < span.start else end
+                    undo.callback(_replace(self._layers, index, skip))
+            logits = call()
+        # What the rest of the model makes of it is never computed.
+        return passed[0] if passed else logits
+
+
+class _StandIn:
+    """Something else to call in place of a layer, which otherwise is as it was."""
+
+    def __init__(self, layer: Any, function: Callable[..., mx.array]) -> None:
+        self._layer = layer
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
+        return self._function(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """What a model looks at besides, such as the kind of a layer."""
+        return getattr(self._layer, name)
+
+
+def _replace(
+    layers: list[Any], index: int, function: Callable[..., mx.array]
+) -> Callable[[], None]:
+    """Put a stand-in where a layer is; returns what undoes that."""
+    layer = layers[index]
+    layers[index] = _StandIn(layer, function)
+    return lambda: layers.__setitem__(index, layer)
+
+
+def _cut(num_layers: int) -> Iterator[range]:
+    start, size = 0, FIRST_SPAN
+    while start < num_layers:
+        # Few layers that are left are no span of their own.
+        stop = start + size if num_layers - start > size + size // 2 else num_layers
+        yield range(start, stop)
+        start, size = stop, 2 * size
+
+
+def _layers_in_a_chain(model: nn.Module) -> list[Any]:
+    """The list of layers that the model's code goes through; empty if it does more than that."""
+    layers = _list_of_layers(model)
+    calls: list[_Call] = []
+
+    def watched(layer: Any) -> Callable[..., Any]:
+        def call(x: Any = None, *args: Any, **kwargs: Any) -> Any:
+            output = layer(x, *args, **kwargs)
+            calls.append(_Call(layer, x, [*args, *kwargs.values()], output))
+            return output
+
+        return call
+
+    with ExitStack() as undo:
+        for index, layer in enumerate(layers):
+            undo.callback(_replace(layers, index, watched(layer)))
+        if not dry_run(model):
+            return []
+    return layers if _is_chain(layers, calls) else []
+
+
+def _list_of_layers(model: nn.Module) -> list[Any]:
+    """The list itself; what a model gives as its layers may be a copy."""
+    given = [id(layer) for layer in getattr(model, "layers", None) or ()]
+    for module in model.modules():
+        for child in module.values():
+            if isinstance(child, list) and [id(layer) for layer in child] == given:
+                return child
+    return []
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """Of a layer: its first argument, the other ones, and what it gave."""
+
+    layer: Any
+    x: Any
+    others: list[Any]
+    output: Any
+
+
+def _is_chain(layers: list[Any], calls: list[_Call]) -> bool:
+    """Whether each layer is called once, in turn, on what the one before gave, and no more."""
+    if not calls or [id(call.layer) for call in calls] != [id(layer) for layer in layers]:
+        return False
+    if any(type(call.output) is not mx.array for call in calls):
+        return False
+    if any(after.x is not before.output for before, after in pairwise(calls)):
+        return False
+    # What the first layer is given too isn't the result of any.
+    shared = {id(other) for other in calls[0].others if isinstance(other, mx.array)}
+    owned = set[int]()
+    for call in calls:
+        for other in call.others:
+            if isinstance(other, (str, int, float, NoneType)) or id(other) in shared:
+                continue
+            # A cache, which one layer fills and no other one looks at.
+            if isinstance(other, (mx.array, tuple, list, dict)) or id(other) in owned:
+                return False
+            owned.add(id(other))
+    return True
