@@ -20,7 +20,7 @@ from pagedmlx.models.compiled import CompiledSteps, PlansAhead
 from pagedmlx.models.deferred_rope import DeferredRopes, find_deferrable_ropes
 from pagedmlx.models.hook import install_hook
 from pagedmlx.models.layer_cache import GroupRows, LayerCache
-from pagedmlx.models.layer_spans import LayerSpans
+from pagedmlx.models.layer_spans import LayerSpans, layers_in_a_chain
 from pagedmlx.models.loader import LoadedModel
 from pagedmlx.models.parts import Part, RowLayout, sequence_rows, token_rows
 from pagedmlx.models.rows import RowSelection
@@ -172,7 +172,7 @@ class ModelAdapter:
     def _compiled_for(self, store: KVStore, backend: PlansAhead) -> CompiledSteps:
         if self._compiled is None or self._compiled[0] is not store:
             self.drop_store()
-            spans = LayerSpans(self._model)
+            spans = LayerSpans(layers_in_a_chain(self._model))
             self._compiled = store, CompiledSteps(self._logits_of_tokens, backend, store, spans)
         return self._compiled[1]
 

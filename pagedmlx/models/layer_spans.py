@@ -19,28 +19,25 @@ import mlx.nn as nn
 from pagedmlx.models.dry_run import dry_run
 
 FIRST_SPAN = 2
-"""Layers of the first span. Each further one has twice as many: the host must not fall behind."""
+"""Layers of the first span; each further one has half as many again. On an H200 the host takes more
+than half of the time for a layer that the device does, so that longer ones would come too late."""
 
 
 class LayerSpans:
     """The spans of a model, and what it takes to run one of them.
 
-    A model has several only if its code passes nothing from layer to layer but one array: then it
-    is all that a span must know of the layers before it. A dry run shows that.
-
     Args:
-        model: One of mlx-lm's models.
+        layers: As ``layers_in_a_chain`` gives them; without any there are no spans.
 
     Attributes:
         whole: All layers.
-        parts: Spans that follow each other and are all layers together; the whole one if the model
-            can't be cut.
+        parts: Spans that follow each other and are all layers together.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._layers = _layers_in_a_chain(model)
-        self.whole = range(len(self._layers))
-        self.parts = tuple(_cut(len(self._layers))) or (self.whole,)
+    def __init__(self, layers: list[Any]) -> None:
+        self._layers = layers
+        self.whole = range(len(layers))
+        self.parts = tuple(_cut(len(layers))) or (self.whole,)
 
     def run(self, span: range, hidden: mx.array, call: Callable[[], mx.array]) -> mx.array:
         """Call the model, all layers but those of a span being skipped.
@@ -70,6 +67,36 @@ class LayerSpans:
             logits = call()
         # What the rest of the model makes of it is never computed.
         return passed[0] if passed else logits
+
+
+def layers_in_a_chain(model: nn.Module) -> list[Any]:
+    """Find the layers of a model whose code passes one array from each to the next, no more.
+
+    Then this array is all that a layer must know of those before it. A dry run shows that.
+
+    Args:
+        model: One of mlx-lm's models.
+
+    Returns:
+        The list that the model goes through; empty if it isn't such a model.
+    """
+    layers = _list_of_layers(model)
+    calls: list[_Call] = []
+
+    def watched(layer: Any) -> Callable[..., Any]:
+        def call(x: Any = None, *args: Any, **kwargs: Any) -> Any:
+            output = layer(x, *args, **kwargs)
+            calls.append(_Call(layer, x, [*args, *kwargs.values()], output))
+            return output
+
+        return call
+
+    with ExitStack() as undo:
+        for index, layer in enumerate(layers):
+            undo.callback(_replace(layers, index, watched(layer)))
+        if not dry_run(model):
+            return []
+    return layers if _is_chain(layers, calls) else []
 
 
 class _StandIn:
@@ -102,28 +129,7 @@ def _cut(num_layers: int) -> Iterator[range]:
         # Few layers that are left are no span of their own.
         stop = start + size if num_layers - start > size + size // 2 else num_layers
         yield range(start, stop)
-        start, size = stop, 2 * size
-
-
-def _layers_in_a_chain(model: nn.Module) -> list[Any]:
-    """The list of layers that the model's code goes through; empty if it does more than that."""
-    layers = _list_of_layers(model)
-    calls: list[_Call] = []
-
-    def watched(layer: Any) -> Callable[..., Any]:
-        def call(x: Any = None, *args: Any, **kwargs: Any) -> Any:
-            output = layer(x, *args, **kwargs)
-            calls.append(_Call(layer, x, [*args, *kwargs.values()], output))
-            return output
-
-        return call
-
-    with ExitStack() as undo:
-        for index, layer in enumerate(layers):
-            undo.callback(_replace(layers, index, watched(layer)))
-        if not dry_run(model):
-            return []
-    return layers if _is_chain(layers, calls) else []
+        start, size = stop, size + (size + 1) // 2
 
 
 def _list_of_layers(model: nn.Module) -> list[Any]:

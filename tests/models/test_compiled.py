@@ -55,20 +55,6 @@ class Backend:
         self.batch = batch
 
 
-class TwoLayers(LayerSpans):
-    """Of a model whose first layer adds 1 to the token ids, and whose second one does the rest."""
-
-    def __init__(self) -> None:
-        self._layers = [lambda x: x[:, None] + 1, lambda x: x - 1]
-        self.whole = range(2)
-        self.parts = range(1), range(1, 2)
-
-    def apply(self, x: mx.array) -> mx.array:
-        for layer in self._layers:
-            x = layer(x)
-        return x[:, 0]
-
-
 class Decoding:
     def __init__(self) -> None:
         self.store: Any = Store()
@@ -76,8 +62,8 @@ class Decoding:
         self.num_runs = 0
         self.fails = False
         self.pool = mx.zeros(8, mx.int32)
-        self.spans = TwoLayers()
-        self.compiled = CompiledSteps(self.run, self.backend, self.store, self.spans)
+        self.layers: list[Any] = [lambda x: x[:, None] + 1, *3 * [lambda x: x * 1]]
+        self.compiled = CompiledSteps(self.run, self.backend, self.store, LayerSpans(self.layers))
 
     def run(self, batch: PagedBatch, store: Any) -> mx.array:
         self.num_runs += 1
@@ -86,7 +72,10 @@ class Decoding:
         store.wrote(store.token + 1)
         assert self.backend.followed is not None
         slots = batch.groups[0].slot_mapping[: batch.num_rows]
-        rows = self.spans.apply(batch.token_ids) + 10 * batch.positions[: batch.num_rows] + slots
+        hidden = batch.token_ids
+        for layer in self.layers:
+            hidden = layer(hidden)
+        rows = hidden[:, 0] - 1 + 10 * batch.positions[: batch.num_rows] + slots
         rows = (rows + self.backend.followed.sum() + self.pool[0])[:, None]
         is_all = len(batch.host.sample_rows) == batch.host.num_rows
         return rows if is_all else rows[batch.sample_rows]
@@ -170,7 +159,7 @@ def test_steps_with_prompts_are_compiled_where_they_are_planned_ahead() -> None:
         expected = batch.token_ids + 10 * batch.positions[:8] + batch.groups[0].slot_mapping
         expected = (expected + number + 1)[batch.sample_rows]
         np.testing.assert_array_equal(np.array(logits[:, 0]), np.array(expected))
-    # They are traced in spans.
+    # They are traced in two spans.
     assert decoding.num_runs == MIN_USES + 1
 
 
