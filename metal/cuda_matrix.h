@@ -78,29 +78,23 @@ METAL_FUNC void set_inner(simdgroup_matrix<float, 8, 8>& matrix, const vec<float
   put(matrix.elements, load[w % (W / 2) * 2], load[w % (W / 2) * 2 + 1]);
 }
 
-// Of 16 bits in one access.
-#define LOAD_TWO_ALIGNED alignas(16)
-template <typename T>
-METAL_FUNC void load_two(const vec<T, 4>* from, vec<T, 4>& first, vec<T, 4>& second) {
-  const uint4 words = *reinterpret_cast<const uint4*>(from);
-  first.words[0] = words.x;
-  first.words[1] = words.y;
-  second.words[0] = words.z;
-  second.words[1] = words.w;
-}
-template <typename T>
-METAL_FUNC void load_two(const vec<T, 2>* from, vec<T, 2>& first, vec<T, 2>& second) {
-  const uint2 words = *reinterpret_cast<const uint2*>(from);
-  first.words[0] = words.x;
-  second.words[0] = words.y;
-}
-METAL_FUNC void load_two(const vec<float, 4>* from, vec<float, 4>& first, vec<float, 4>& second) {
-  first = from[0];
-  second = from[1];
-}
-METAL_FUNC void load_two(const vec<float, 2>* from, vec<float, 2>& first, vec<float, 2>& second) {
-  first = from[0];
-  second = from[1];
+#define TILE_ALIGNED alignas(16)
+
+// Elements of 16 bits are copied 8 at a time.
+struct alignas(16) copied_words {
+  uint words[4];
+};
+template <typename T, int W>
+struct copy_of {
+  typedef copied_words type;
+};
+template <int W>
+struct copy_of<float, W> {
+  typedef vec<float, W> type;
+};
+template <typename V, typename Copy>
+METAL_FUNC void put_copy(V* to, const Copy& copy) {
+  *reinterpret_cast<Copy*>(to) = copy;
 }
 
 template <typename T>
@@ -120,6 +114,114 @@ METAL_FUNC void set_right(simdgroup_matrix<float, 8, 8>& right,
     right.elements[e] = (lane & 4u) == 0 ? x : y;
   }
 }
+
+template <typename T, int W, int TILES>
+struct keys_span {
+  vec<T, W> loads[TILES][2];
+
+  METAL_FUNC void load(const vec<T, W>* from, int row_loads, uint lane) {
+    UNROLL for (int i = 0; i < TILES; ++i) {
+      const vec<T, W>* mine = from + (i * 8 + matrix_row(lane)) * row_loads;
+      UNROLL for (int e = 0; e < 2; ++e) loads[i][e] = mine[matrix_column(lane) + e];
+    }
+  }
+  METAL_FUNC void set_left(simdgroup_matrix<T, 8, 8>* left, int w) {
+    UNROLL for (int i = 0; i < 2 * TILES; ++i) {
+      set_inner(left[i], loads[i % TILES][0], loads[i % TILES][1], w + i / TILES);
+    }
+  }
+  template <typename Q>
+  static METAL_FUNC void load_query(const Q* vector, const Q*, vec<Q, W>& first,
+                                    vec<Q, W>& second, uint lane) {
+    first = *reinterpret_cast<const vec<Q, W>*>(vector + right_row(lane, 0) * W);
+    second = *reinterpret_cast<const vec<Q, W>*>(vector + right_row(lane, 1) * W);
+  }
+  static constexpr int padding(int suggested) { return suggested; }
+};
+
+template <typename T, int W, int TILES>
+struct values_span {
+  vec<T, W> loads[TILES][2];
+
+  METAL_FUNC void load(const vec<T, W>* from, int row_loads, uint lane) {
+    UNROLL for (int i = 0; i < TILES; ++i) {
+      UNROLL for (int e = 0; e < 2; ++e) {
+        loads[i][e] = from[(i * 8 + matrix_column(lane) + e) * row_loads + matrix_row(lane)];
+      }
+    }
+  }
+  METAL_FUNC void set_left(simdgroup_matrix<T, 8, 8>* left, int w) {
+    UNROLL for (int i = 0; i < 2 * TILES; ++i) {
+      set_pair(left[i], loads[i / 2][0], loads[i / 2][1], w + i % 2);
+    }
+  }
+  static METAL_FUNC int place(int w, int row) { return row * W + w; }
+};
+
+// Four 8 x 8 matrices of 16 bits; lane i says where row i % 8 of matrix i / 8 lies, and gets two
+// neighbours of a row of each, as factors want them; or, transposed, of a column.
+METAL_FUNC uint4 load_matrices(const void* row) {
+  uint4 words;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+               : "r"(uint(__cvta_generic_to_shared(row))));
+  return words;
+}
+METAL_FUNC uint4 load_transposed(const void* row) {
+  uint4 words;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+               : "r"(uint(__cvta_generic_to_shared(row))));
+  return words;
+}
+
+// Of two tiles of 16 bits a matrix is made of neighbours of a row of K or V, as they are loaded so.
+template <typename T, int W>
+struct two_tiles {
+  uint4 words[W / 2];
+
+  METAL_FUNC void set_left(simdgroup_matrix<T, 8, 8>* left, int w) {
+    left[0].elements.words[0] = words[w / 2].x;
+    left[1].elements.words[0] = words[w / 2].y;
+    left[2].elements.words[0] = words[w / 2].z;
+    left[3].elements.words[0] = words[w / 2].w;
+  }
+};
+template <typename T, int W>
+struct two_key_tiles : two_tiles<T, W> {
+  METAL_FUNC void load(const vec<T, W>* from, int row_loads, uint lane) {
+    const T* row = reinterpret_cast<const T*>(from + (lane & 15u) * row_loads) + (lane >> 4) * 8;
+    UNROLL for (int i = 0; i < W / 2; ++i) this->words[i] = load_matrices(row + i * 16);
+  }
+  template <typename Q>
+  static METAL_FUNC void load_query(const Q* vector, const Q*, vec<Q, W>& first,
+                                    vec<Q, W>& second, uint lane) {
+    UNROLL for (int w = 0; w < W; ++w) {
+      vec<Q, 2> pair = *reinterpret_cast<const vec<Q, 2>*>(vector + w * 8 + right_row(lane, 0));
+      vec<Q, W>& load = w < W / 2 ? first : second;
+      UNROLL for (int e = 0; e < 2; ++e) load[w % (W / 2) * 2 + e] = Q(float(pair[e]));
+    }
+  }
+  // 16 bytes: then the rows of a matrix lie in banks of their own.
+  static constexpr int padding(int) { return 8 / W; }
+};
+template <typename T, int W>
+struct two_value_tiles : two_tiles<T, W> {
+  METAL_FUNC void load(const vec<T, W>* from, int row_loads, uint lane) {
+    const uint token = lane >> 4 << 3 | lane & 7u;
+    const T* row = reinterpret_cast<const T*>(from + token * row_loads) + (lane & 8u);
+    UNROLL for (int i = 0; i < W / 2; ++i) this->words[i] = load_transposed(row + i * 16);
+  }
+  static METAL_FUNC int place(int w, int row) { return w * 8 + row; }
+};
+template <int W>
+struct keys_span<__half, W, 2> : two_key_tiles<__half, W> {};
+template <int W>
+struct keys_span<__nv_bfloat16, W, 2> : two_key_tiles<__nv_bfloat16, W> {};
+template <int W>
+struct values_span<__half, W, 2> : two_value_tiles<__half, W> {};
+template <int W>
+struct values_span<__nv_bfloat16, W, 2> : two_value_tiles<__nv_bfloat16, W> {};
 
 #define TENSOR_PRODUCT(T, NAME)                                                              \
   METAL_FUNC void tensor_product(vec<float, 2>& d0, vec<float, 2>& d1, uint a0, uint a1,     \

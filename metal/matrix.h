@@ -4,7 +4,16 @@
 #ifndef OPERAND
 // What a factor is made of: Metal multiplies float as fast as 16 bits.
 #define OPERAND(T) float
-// Loads of K and as many of V that a thread has on their way at a time: what registers have room for.
+// What a thread copies to a tile at a time, where loads from there have W elements.
+template <typename T, int W>
+struct copy_of {
+  typedef vec<T, W> type;
+};
+template <typename V>
+METAL_FUNC void put_copy(threadgroup V* to, V copy) {
+  *to = copy;
+}
+// Copies of K and as many of V that a thread has on their way at a time: what registers have room for.
 #define COPIES_AT_ONCE 4
 // Whether those of the next tile are on their way while this one is multiplied.
 #define LOADS_AHEAD 0
@@ -35,14 +44,67 @@ METAL_FUNC void set_inner(thread simdgroup_matrix<float, 8, 8>& matrix, thread V
   set_pair(matrix, first, second, w);
 }
 
-// Loads that follow each other; the first is an even one of its row. What they are taken from is
-// declared with this.
-#define LOAD_TWO_ALIGNED
-template <typename V>
-METAL_FUNC void load_two(const threadgroup V* from, thread V& first, thread V& second) {
-  first = from[0];
-  second = from[1];
-}
+// How tiles are declared.
+#define TILE_ALIGNED
+
+// A span of K, 8 loads of W elements, of the tokens of TILES matrices: left factors of products that
+// sum along the span, with queries on their right.
+template <typename T, int W, int TILES>
+struct keys_span {
+  vec<T, W> loads[TILES][2];
+
+  // From the first token's first load; each token has so many.
+  METAL_FUNC void load(const threadgroup vec<T, W>* from, int row_loads, uint lane) thread {
+    UNROLL for (int i = 0; i < TILES; ++i) {
+      const threadgroup vec<T, W>* mine = from + (i * 8 + matrix_row(lane)) * row_loads;
+      UNROLL for (int e = 0; e < 2; ++e) loads[i][e] = mine[matrix_column(lane) + e];
+    }
+  }
+
+  // Matrix w of all tokens, then matrix w + 1.
+  METAL_FUNC void set_left(thread simdgroup_matrix<float, 8, 8>* left, int w) thread {
+    UNROLL for (int i = 0; i < 2 * TILES; ++i) {
+      set_inner(left[i], loads[i % TILES][0], loads[i % TILES][1], w + i / TILES);
+    }
+  }
+
+  // The span of a lane's query vectors, whose elements set_inner takes in the same order.
+  template <typename Q>
+  static METAL_FUNC void load_query(const device Q* first_vector, const device Q* second_vector,
+                                    thread vec<Q, W>& first, thread vec<Q, W>& second, uint lane) {
+    first = *reinterpret_cast<const device vec<Q, W>*>(first_vector + right_row(lane, 0) * W);
+    second = *reinterpret_cast<const device vec<Q, W>*>(second_vector + right_row(lane, 1) * W);
+  }
+
+  // Loads between tokens, of which the host suggests so many.
+  static constexpr int padding(int suggested) { return suggested; }
+};
+
+// A span of V, 8 loads of W elements, of the tokens of TILES matrices: left factors of products that
+// sum over tokens.
+template <typename T, int W, int TILES>
+struct values_span {
+  vec<T, W> loads[TILES][2];
+
+  // From the first token's first load; each token has so many.
+  METAL_FUNC void load(const threadgroup vec<T, W>* from, int row_loads, uint lane) thread {
+    UNROLL for (int i = 0; i < TILES; ++i) {
+      UNROLL for (int e = 0; e < 2; ++e) {
+        loads[i][e] = from[(i * 8 + matrix_column(lane) + e) * row_loads + matrix_row(lane)];
+      }
+    }
+  }
+
+  // Matrices w and w + 1, of all tokens.
+  METAL_FUNC void set_left(thread simdgroup_matrix<float, 8, 8>* left, int w) thread {
+    UNROLL for (int i = 0; i < 2 * TILES; ++i) {
+      set_pair(left[i], loads[i / 2][0], loads[i / 2][1], w + i % 2);
+    }
+  }
+
+  // The element of the span that a row of matrix w stands for.
+  static METAL_FUNC int place(int w, int row) { return row * W + w; }
+};
 
 // Sums become a right factor.
 METAL_FUNC void set_right(thread simdgroup_matrix<float, 8, 8>& right,

@@ -37,19 +37,25 @@
 // (scale * log2(e), or scale / softcap), SOFTCAP (softcap * log2(e)).
 
 // Products are K Q^T and V^T P^T: a SIMD-group's query vectors are the columns of its matrices.
-// A row of K or V is cut in spans of 8 loads. Place c along a side of an 8 x 8 matrix stands for
-// load c of a span, and the matrices of a span for the elements of its loads: a product doesn't care
-// about the order of d, and so each lane reads what it needs of a span in whole loads.
+// A row of K or V is cut in spans of 8 loads, and a span is W matrices wide. A product doesn't care
+// about the order of d, so matrix.h says which element of a span each row or column stands for.
 constexpr int K_SPANS = DK / (8 * W);
 constexpr int V_SPANS = DV / (8 * W);
 constexpr int KEY_TILES = KEYS / 8;
-constexpr int TILES_AT_ONCE = KEY_TILES > 1 ? 2 : 1;
+constexpr int TILES = KEY_TILES > 1 ? 2 : 1;
 constexpr int VECTORS = 8 * COLUMNS * SIMDGROUPS;
-constexpr int LOADS = (DK > DV ? DK : DV) / W;
 constexpr int THREADS = SIMDGROUPS * 32;
-// Loads of K, and as many of V, that a thread brings to a tile.
-constexpr int PARTS = (KEYS * LOADS + THREADS - 1) / THREADS;
+// A tile's rows are brought to threadgroup memory in copies of CW elements, PARTS of K and of V by
+// every thread.
+typedef copy_of<KT, W>::type Copy;
+constexpr int CW = sizeof(Copy) / sizeof(KT);
+constexpr int COPIES = (DK > DV ? DK : DV) / CW;
+constexpr int PARTS = (KEYS * COPIES + THREADS - 1) / THREADS;
 constexpr int AT_ONCE = PARTS < COPIES_AT_ONCE ? PARTS : COPIES_AT_ONCE;
+// Whether a thread's are of rows so far apart, in blocks that follow from the text alone.
+constexpr int APART = THREADS / COPIES;
+constexpr bool REGULAR = THREADS % COPIES == 0 && BS % APART == 0;
+constexpr int NUM_BLOCKS = !REGULAR ? PARTS : KEYS > BS ? KEYS / BS : 1;
 
 const int thread_id = int(thread_index_in_threadgroup);
 const uint lane = thread_index_in_simdgroup;
@@ -65,6 +71,7 @@ const int num_rows = work[1];
 const device int* table = plan + work[3];
 const int first_vector = work[4];
 const int last_vector = min(first_vector + VECTORS, num_rows * FACTOR) - 1;
+const int window = plan[1];
 
 // A row's place in queries, and one past the last token that it sees.
 #if SPLIT
@@ -81,27 +88,33 @@ const int high_end = END(last_vector / FACTOR);
 #if SPLIT
 const int start = work[5];
 #else
-const int start = max(low_end - plan[1], 0);
+const int start = max(low_end - window, 0);
 #endif
 
 const int my_first = first_vector + int(simdgroup_index_in_threadgroup) * (8 * COLUMNS);
+typedef keys_span<KT, W, TILES> KSpan;
+typedef values_span<KT, W, TILES> VSpan;
 vec<T, W> q[K_SPANS][COLUMNS][2];
 // What the vectors see whose scores a lane holds.
 int my_end[COLUMNS][2];
 UNROLL for (int c = 0; c < COLUMNS; ++c) {
+  const device T* from[2];
   UNROLL for (int e = 0; e < 2; ++e) {
     const int vector = min(my_first + c * 8 + right_column(lane, e), last_vector);
     const long head = ROW(vector / FACTOR) * (H * FACTOR) + kv_head * FACTOR + vector % FACTOR;
-    const device T* from = queries + head * DK + right_row(lane, e) * W;
-    UNROLL for (int s = 0; s < K_SPANS; ++s) {
-      q[s][c][e] = *reinterpret_cast<const device vec<T, W>*>(from + s * 8 * W);
-    }
+    from[e] = queries + head * DK;
     my_end[c][e] = END(min(my_first + c * 8 + col8 + e, last_vector) / FACTOR);
+  }
+  UNROLL for (int s = 0; s < K_SPANS; ++s) {
+    const int d = s * 8 * W;
+    KSpan::load_query(from[0] + d, from[1] + d, q[s][c][0], q[s][c][1], lane);
   }
 }
 
-LOAD_TWO_ALIGNED threadgroup vec<KT, W> k_tile[KEYS][DK / W + K_PAD];
-threadgroup vec<KT, W> v_tile[KEYS][DV / W + V_PAD];
+constexpr int K_ROW = DK / W + KSpan::padding(K_PAD);
+constexpr int V_ROW = DV / W + V_PAD;
+TILE_ALIGNED threadgroup vec<KT, W> k_tile[KEYS][K_ROW];
+TILE_ALIGNED threadgroup vec<KT, W> v_tile[KEYS][V_ROW];
 
 simdgroup_matrix<float, 8, 8> acc[COLUMNS][V_SPANS * W];
 float top[COLUMNS][2];
@@ -116,34 +129,42 @@ UNROLL for (int c = 0; c < COLUMNS; ++c) {
   }
 }
 
-// Load j of a thread is LOAD(j) of the row of the tile's token KEY(j). A tile at either end may reach
-// past the tokens that some row sees: what is loaded there is the nearest of those once more, as other
-// slots may hold anything, and its score is masked. Threads that are left over load some token too, and
-// don't keep it. A thread's loads are on their way at once, AHEAD while the tile before is multiplied,
-// and their blocks are known before.
-#define KEY(j) ((thread_id + (j) * THREADS) / LOADS)
-#define LOAD(j) ((thread_id + (j) * THREADS) % LOADS)
-#define POSITION(base, j) min(max((base) + KEY(j), start), high_end - 1)
-int blocks[PARTS];
+// Copy j of a thread is number COPY(j) of the row of the tile's token KEY(j). Tokens of a tile that no
+// row sees are not read, as their slots may hold anything: what a thread has read before stays in their
+// place, and their scores are masked. A thread's copies are on their way at once, AHEAD while the tile
+// before is multiplied, and their blocks are known before.
+const int my_key = REGULAR ? thread_id / COPIES : 0;
+#define KEY(j) (REGULAR ? my_key + (j) * APART : (thread_id + (j) * THREADS) / COPIES)
+#define COPY(j) (REGULAR ? thread_id % COPIES : (thread_id + (j) * THREADS) % COPIES)
+// Rows of a head from that of slot my_key to that of KEY(j), in its block.
+#define SLOTS(base, j) \
+  int(REGULAR ? (j) * APART % BS + (BS > KEYS ? uint(base) % BS : 0u) \
+                      : uint((base) + KEY(j)) % BS)
+const int first_block = start / BS;
+const int last_block = (high_end - 1) / BS;
+int blocks[NUM_BLOCKS];
 #define FIND_BLOCKS(base) \
-  UNROLL for (int j = 0; j < PARTS; ++j) blocks[j] = table[POSITION(base, j) / BS];
+  UNROLL for (int i = 0; i < NUM_BLOCKS; ++i) { \
+    const int block = int(uint((base) + (REGULAR ? i * BS : KEY(i))) / BS); \
+    blocks[i] = table[min(max(block, first_block), last_block)]; \
+  }
 
 constexpr bool AHEAD = LOADS_AHEAD && AT_ONCE == PARTS;
-vec<KT, W> new_k[AT_ONCE];
-vec<KT, W> new_v[AT_ONCE];
+constexpr int SLOT_ROWS = SLOT_MAJOR ? H : 1;
+const long my_row = SLOT_MAJOR ? my_key * H + kv_head : kv_head * BS + my_key;
+Copy new_k[AT_ONCE] = {};
+Copy new_v[AT_ONCE] = {};
 #define LOAD_PARTS(base, first) \
   UNROLL for (int i = 0; i < AT_ONCE; ++i) { \
     const int j = min((first) + i, PARTS - 1); \
-    const long block = blocks[j]; \
-    const int slot = POSITION(base, j) % BS; \
-    const long place = SLOT_MAJOR ? (block * BS + slot) * H + kv_head \
-                                  : (block * H + kv_head) * BS + slot; \
-    const device KT* k_row = k_pool + place * DK + LOAD(j) * W; \
-    const device KT* v_row = v_pool + place * DV + LOAD(j) * W; \
-    if (LOAD(j) < DK / W) new_k[i] = *reinterpret_cast<const device vec<KT, W>*>(k_row); \
-    if (LOAD(j) < DV / W) new_v[i] = *reinterpret_cast<const device vec<KT, W>*>(v_row); \
+    if (uint((base) + KEY(j) - start) >= uint(high_end - start)) continue; \
+    const long block = blocks[REGULAR ? j * APART / BS : j]; \
+    const long row = block * (BS * H) + my_row + SLOTS(base, j) * SLOT_ROWS; \
+    const device KT* k_row = k_pool + row * DK + COPY(j) * CW; \
+    const device KT* v_row = v_pool + row * DV + COPY(j) * CW; \
+    if (COPY(j) < DK / CW) new_k[i] = *reinterpret_cast<const device Copy*>(k_row); \
+    if (COPY(j) < DV / CW) new_v[i] = *reinterpret_cast<const device Copy*>(v_row); \
   }
-
 // Tiles lie at multiples of KEYS, so that a row's result doesn't depend on the rows beside it.
 int base = start / KEYS * KEYS;
 FIND_BLOCKS(base)
@@ -160,8 +181,9 @@ for (; base < high_end; base += KEYS) {
     UNROLL for (int i = 0; i < AT_ONCE; ++i) {
       const int j = first + i;
       if (j >= PARTS || KEY(j) >= KEYS) continue;
-      if (LOAD(j) < DK / W) k_tile[KEY(j)][LOAD(j)] = new_k[i];
-      if (LOAD(j) < DV / W) v_tile[KEY(j)][LOAD(j)] = new_v[i];
+      const int load = COPY(j) * (CW / W);
+      if (COPY(j) < DK / CW) put_copy(&k_tile[KEY(j)][load], new_k[i]);
+      if (COPY(j) < DV / CW) put_copy(&v_tile[KEY(j)][load], new_v[i]);
     }
   }
   if (AHEAD) {
@@ -179,36 +201,30 @@ for (; base < high_end; base += KEYS) {
     }
   }
   UNROLL for (int s = 0; s < K_SPANS; ++s) {
-    vec<KT, W> k[KEY_TILES][2];
-    UNROLL for (int n = 0; n < KEY_TILES; ++n) {
-      load_two(&k_tile[n * 8 + row8][s * 8 + col8], k[n][0], k[n][1]);
+    KSpan keys[KEY_TILES / TILES];
+    UNROLL for (int n = 0; n < KEY_TILES; n += TILES) {
+      keys[n / TILES].load(&k_tile[n * 8][s * 8], K_ROW, lane);
     }
     UNROLL for (int w = 0; w < W; w += 2) {
       UNROLL for (int c = 0; c < COLUMNS; ++c) {
         UNROLL for (int i = 0; i < 2; ++i) set_inner(right[c][i], q[s][c][0], q[s][c][1], w + i);
       }
+      UNROLL for (int n = 0; n < KEY_TILES; n += TILES) {
+        keys[n / TILES].set_left(left, w);
+        UNROLL for (int c = 0; c < COLUMNS; ++c) {
 #if KEYS == 8
-      UNROLL for (int i = 0; i < 2; ++i) {
-        set_inner(left[i], k[0][0], k[0][1], w + i);
-        UNROLL for (int c = 0; c < COLUMNS; ++c) {
-          simdgroup_multiply_accumulate(scores[c][0], left[i], right[c][i], scores[c][0]);
-        }
-      }
+          simdgroup_multiply_accumulate(scores[c][0], left[0], right[c][0], scores[c][0]);
+          simdgroup_multiply_accumulate(scores[c][0], left[1], right[c][1], scores[c][0]);
 #else
-      UNROLL for (int n = 0; n < KEY_TILES; n += 2) {
-        UNROLL for (int i = 0; i < 4; ++i) {
-          set_inner(left[i], k[n + i % 2][0], k[n + i % 2][1], w + i / 2);
-        }
-        UNROLL for (int c = 0; c < COLUMNS; ++c) {
           multiply_four(scores[c][n], scores[c][n + 1], left, right[c]);
+#endif
         }
       }
-#endif
     }
   }
 
   // Only the tiles at both ends hold tokens that some row doesn't see.
-  const bool partial = base < high_end - plan[1] || base + KEYS > low_end;
+  const bool partial = base < high_end - window || base + KEYS > low_end;
   UNROLL for (int c = 0; c < COLUMNS; ++c) {
     float tile_top[2] = {LOWEST, LOWEST};
     UNROLL for (int n = 0; n < KEY_TILES; ++n) {
@@ -218,7 +234,7 @@ for (; base < high_end; base += KEYS) {
 #if HAS_SOFTCAP
         score = SOFTCAP * tanh(score);
 #endif
-        if (partial && (position < my_end[c][e] - plan[1] || position >= my_end[c][e])) {
+        if (partial && (position < my_end[c][e] - window || position >= my_end[c][e])) {
           score = MASKED;
         }
         scores[c][n].thread_elements()[e] = score;
@@ -237,9 +253,9 @@ for (; base < high_end; base += KEYS) {
     }
   }
 
-  UNROLL for (int n = 0; n < KEY_TILES; n += TILES_AT_ONCE) {
+  UNROLL for (int n = 0; n < KEY_TILES; n += TILES) {
     UNROLL for (int c = 0; c < COLUMNS; ++c) {
-      UNROLL for (int i = 0; i < TILES_AT_ONCE; ++i) {
+      UNROLL for (int i = 0; i < TILES; ++i) {
         UNROLL for (int e = 0; e < 2; ++e) {
           const float weight = exp2(scores[c][n + i].thread_elements()[e] - top[c][e]);
           scores[c][n + i].thread_elements()[e] = weight;
@@ -249,16 +265,10 @@ for (; base < high_end; base += KEYS) {
       }
     }
     UNROLL for (int s = 0; s < V_SPANS; ++s) {
-      vec<KT, W> v[TILES_AT_ONCE][2];
-      UNROLL for (int i = 0; i < TILES_AT_ONCE; ++i) {
-        UNROLL for (int e = 0; e < 2; ++e) {
-          v[i][e] = v_tile[(n + i) * 8 + col8 + e][s * 8 + row8];
-        }
-      }
+      VSpan values;
+      values.load(&v_tile[n * 8][s * 8], V_ROW, lane);
       UNROLL for (int w = 0; w < W; w += 2) {
-        UNROLL for (int i = 0; i < 2 * TILES_AT_ONCE; ++i) {
-          set_pair(left[i], v[i / 2][0], v[i / 2][1], w + i % 2);
-        }
+        values.set_left(left, w);
         const int first = s * W + w;
         UNROLL for (int c = 0; c < COLUMNS; ++c) {
 #if KEYS == 8
@@ -280,10 +290,10 @@ UNROLL for (int i = 0; i < 2 * COLUMNS; ++i) {
 #if SPLIT
   if (vector <= last_vector) {
     const long place = (long(item) * H + kv_head) * VECTORS + vector - first_vector;
-    device float* to = partials + place * DV + row8 * W;
+    device float* to = partials + place * DV;
     UNROLL for (int s = 0; s < V_SPANS; ++s) {
       UNROLL for (int w = 0; w < W; ++w) {
-        to[s * 8 * W + w] = acc[c][s * W + w].thread_elements()[e];
+        to[s * 8 * W + VSpan::place(w, row8)] = acc[c][s * W + w].thread_elements()[e];
       }
     }
     if (row8 == 0) {
@@ -302,13 +312,12 @@ UNROLL for (int i = 0; i < 2 * COLUMNS; ++i) {
 #endif
   factor = sum == 0.0f ? 0.0f : factor / sum;
   if (vector <= last_vector) {
-    device T* to = out + (ROW(vector / FACTOR) * (H * FACTOR) + head) * DV + row8 * W;
+    device T* to = out + (ROW(vector / FACTOR) * (H * FACTOR) + head) * DV;
     UNROLL for (int s = 0; s < V_SPANS; ++s) {
-      vec<T, W> x;
       UNROLL for (int w = 0; w < W; ++w) {
-        x[w] = T(acc[c][s * W + w].thread_elements()[e] * factor);
+        const float x = acc[c][s * W + w].thread_elements()[e] * factor;
+        to[s * 8 * W + VSpan::place(w, row8)] = T(x);
       }
-      *reinterpret_cast<device vec<T, W>*>(to + s * 8 * W) = x;
     }
   }
 #endif
@@ -316,7 +325,7 @@ UNROLL for (int i = 0; i < 2 * COLUMNS; ++i) {
 #undef ROW
 #undef END
 #undef KEY
-#undef LOAD
-#undef POSITION
+#undef COPY
+#undef SLOTS
 #undef FIND_BLOCKS
 #undef LOAD_PARTS

@@ -18,7 +18,6 @@ _BEFORE = """
 #define __shfl_sync(mask, value, lane) simd_shuffle(value, ushort(lane))
 #define threadIdx uint3(msl::lane(), 0, 0)
 typedef uint __attribute__((may_alias)) cuda_word;
-struct __attribute__((may_alias)) alignas(8) cuda_word2 { uint x, y; };
 struct __attribute__((may_alias)) alignas(16) cuda_word4 { uint x, y, z, w; };
 METAL_FUNC half2 __floats2half2_rn(float x, float y) { half2 r; r[0] = x; r[1] = y; return r; }
 METAL_FUNC bfloat2 __floats2bfloat162_rn(float x, float y) {
@@ -56,6 +55,26 @@ METAL_FUNC uint movmatrix(uint word) {
   return result;
 }
 
+// ldmatrix: row i of matrix m is where lane 8 m + i says, at 16 bytes.
+struct cuda_row { const void* from; };
+METAL_FUNC cuda_word4 ldmatrix(const void* row, bool transposed) {
+  const Lanes<cuda_row> lanes = meet("ldmatrix", cuda_row{row}, __builtin_LINE(), 0);
+  cuda_word4 words;
+  for (int m = 0; m < 4; ++m) {
+    uint word = 0;
+    for (int e = 0; e < 2; ++e) {
+      const int mine = msl::lane() / 4, pair = msl::lane() % 4 * 2 + e;
+      const auto from = (const char*)lanes[m * 8 + (transposed ? pair : mine)].from;
+      if (ulong(from) % 16) __builtin_trap();
+      ushort bits;
+      __builtin_memcpy(&bits, from + 2 * (transposed ? mine : pair), 2);
+      word |= uint(bits) << 16 * e;
+    }
+    (m == 0 ? words.x : m == 1 ? words.y : m == 2 ? words.z : words.w) = word;
+  }
+  return words;
+}
+
 // mma.m16n8k16; m16n8k8 is its first half.
 struct cuda_fragments { uint a[4], b[2]; };
 template <typename T>
@@ -81,6 +100,10 @@ METAL_FUNC void tensor_product(vec<float, 2>& d0, vec<float, 2>& d1, uint a0, ui
 }
 """
 
+def _ldmatrix(found: re.Match[str]) -> str:
+    return f"words = ldmatrix({found[2]}, {'true' if found[1] else 'false'});"
+
+
 # What the text has of CUDA's own, and what it becomes; all of it must be there.
 _CHANGES = (
     # The shim's matrix and vectors serve.
@@ -88,13 +111,15 @@ _CHANGES = (
     (r"^template <[^>]*>\nMETAL_FUNC [^\n]* make_filled_simdgroup_matrix\(.*?^\}$", ""),
     (r"([\w.]+(?:\[\d\]\.elements)?)\.words\[", r"((cuda_word*)&\1)["),
     (r"reinterpret_cast<const uint\*>", "reinterpret_cast<const cuda_word*>"),
-    (r"const uint([24]) words = \*reinterpret_cast<const uint[24]\*>",
-     r"const cuda_word\1 words = *reinterpret_cast<const cuda_word\1*>"),
+    (r"struct alignas\(16\) copied_words", "struct __attribute__((may_alias)) alignas(16) copied_words"),
+    (r"\buint4\b", "cuda_word4"),
     (r"const __(?:half2|nv_bfloat162) rounded", "const auto rounded"),
     # The instructions.
     (r"^#define TENSOR_PRODUCT\(.*?^TENSOR_PRODUCT[^\n]*\n^TENSOR_PRODUCT[^\n]*$", ""),
     (r'asm volatile\("movmatrix\.sync\.aligned\.m8n8\.trans\.b16 %0, %1;"\n'
      r': "=r"\((.*?)\) : "r"\((.*?)\)\);', r"\1 = movmatrix(\2);"),
+    (r'asm volatile\("ldmatrix\.sync\.aligned\.m8n8\.x4\.(trans)?\.?shared\.b16 [^;]*;"\n'
+     r'[^;]*: "r"\(uint\(__cvta_generic_to_shared\((\w+)\)\)\)\);', _ldmatrix),
     # The shim has a product of that name.
     (r"\bsimdgroup_multiply_accumulate\(", "cuda_multiply_accumulate("),
 )  # fmt: skip

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from pagedmlx.ops.launch import Kernel
+from tests.metal.cases import Variant
 from tests.metal.cuda_map import with_cuda_map
 from tests.metal.launcher import FiberLauncher
+from tests.metal.test_kernels import SMALL as SMALL_DECODE
 from tests.metal.test_prefill import MAX_DEVIATION, SMALL, Setting
 from tests.support.attention import TOLERANCES
 
@@ -48,22 +50,34 @@ def test_they_give_the_answer(
     count["variants of prefill executed in CUDA's words"] += 1
 
 
+DECODED = replace(SMALL_DECODE, head_dims=(96, 64), factor=7, rows=2, decode="matrices")
+FAULTS: dict[str, list[tuple[Setting | Variant, str]]] = {
+    # Only one kernel of two, or one type, takes its words at each of these places.
+    "w < W / 2 ? first : second": [(WIDE, "first"), (DECODED, "first")],
+    "&load)[w % (W / 2)]": [(WIDE, "&load)[0]")],
+    "0x5410u : 0x7632u": [(DECODED, "0x7632u : 0x5410u")],
+    "= movmatrix(": [(WIDE, "= ("), (DECODED, "= (")],
+    "&a[2].elements": [(WIDE, "&a[3].elements")],
+    "&b[1].elements": [(WIDE, "&b[0].elements")],
+    "int(lane & 3u) * 2 + e": [(DECODED, "int(lane & 3u) * 2"), (LARGE, "int(lane & 3u) * 2")],
+    "words[w / 2].z": [(WIDE, "words[w / 2].y")],
+    "vector + w * 8 + right_row(lane, 0)": [(WIDE, "vector + w * 8")],
+    "(lane >> 4) * 8": [(WIDE, "0")],
+    "lane >> 4 << 3 | lane & 7u": [(WIDE, "lane & 15u")],
+    "(lane & 8u)": [(WIDE, "0")],
+    "return w * 8 + row;": [(WIDE, "return w * 8 + (row ^ 1);")],
+}
+
+
 @pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("w < W / 2 ? first : second", "first"),
-        ("&load)[w % (W / 2)]", "&load)[0]"),
-        ("0x5410u : 0x7632u", "0x7632u : 0x5410u"),
-        ("words.z", "words.x"),
-        ("= movmatrix(", "= ("),
-        ("&a[2].elements", "&a[3].elements"),
-        ("&b[1].elements", "&b[0].elements"),
-        ("int(lane & 3u) * 2 + e", "int(lane & 3u) * 2"),
-    ],
+    ("old", "case", "new"), [(old, *each) for old, some in FAULTS.items() for each in some], ids=str
 )
-def test_planted_fault_is_caught(old: str, new: str, count: Counter[str]) -> None:
+def test_planted_fault_is_caught(
+    old: str, case: Setting | Variant, new: str, count: Counter[str]
+) -> None:
+    dtype = "float32" if case is LARGE else "float16"
     launcher = FiberLauncher(change=lambda kernel, text: _changed(kernel, text, old, new))
-    assert not WIDE.deviation(launcher) < MAX_DEVIATION
+    assert not replace(case, dtype=dtype).deviation(launcher) < MAX_DEVIATION
     count["planted faults of CUDA's words caught"] += 1
 
 

@@ -258,31 +258,30 @@ def test_where_a_prompt_is_cut_changes_no_bit(window):
 
 
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);\n"
-LIVE = "min(max((base) + KEY(j), start), high_end - 1)"
+SEEN = "if (uint((base) + KEY(j) - start) >= uint(high_end - start)) continue;"
 WRONG, RACE, STRICT = ("result",), ("race", "uninitialised"), ("strict check",)
 
 # What is planted, as what stands there and what comes instead, and who must see it.
 FAULTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "causal mask off by one": ("position >= my_end[c][e]", "position > my_end[c][e]", WRONG),
     "dropped causal mask": ("|| position >= my_end[c][e]", "", WRONG),
-    "dropped window": ("position < my_end[c][e] - plan[1] ||", "", WRONG),
+    "dropped window": ("position < my_end[c][e] - window ||", "", WRONG),
     "masks too few tiles": ("base + KEYS > low_end", "base > low_end", WRONG),
-    "wrong block": ("POSITION(base, j) / BS]", "POSITION(base, j) / BS / 2]", WRONG),
-    "wrong head": ("(block * H + kv_head)", "(block * H)", WRONG),
-    "beyond the table": (
-        "table[POSITION(base, j) / BS]",
-        "table[POSITION(base, j) / BS + 1000]",
-        ("out_of_bounds",),
-    ),
-    "dead slots read": (LIVE, LIVE.replace("high_end - 1", "high_end | 15"), WRONG),
-    "freed blocks read": (LIVE, "min((base) + KEY(j), high_end - 1)", WRONG),
+    "wrong block": ("i * BS : KEY(i)", "i * BS / 2 : KEY(i)", WRONG),
+    "block of the other half": ("blocks[REGULAR ? j * APART / BS : j]", "blocks[0]", WRONG),
+    "wrong head": ("kv_head * BS + my_key", "my_key", WRONG),
+    "wrong slot": ("(j) * APART % BS", "(j) * APART % BS / 2", WRONG),
+    "beyond the table": ("table[min(", "table[1000 + min(", ("out_of_bounds",)),
+    "dead slots read": (SEEN, "", WRONG),
+    "freed blocks read": (SEEN, "if ((base) + KEY(j) >= high_end) continue;", WRONG),
     "missing barrier before the tile": (f"if (first == 0) {BARRIER}", "", RACE),
     "missing barrier after the tile": (f"{BARRIER}simdgroup_matrix", "simdgroup_matrix", RACE),
     "barrier too small": (f"{BARRIER}s", f"{BARRIER}s".replace("thread", "simd", 1), RACE),
     "vectors beside each other mixed up": ("COLUMN_BIT_1 4", "COLUMN_BIT_1 8", WRONG),
     "dropped rescale": ("acc[c][i].thread_elements()[e] *= shrink;", ";", WRONG),
-    "wrong lanes of V": ("v_tile[(n + i) * 8 + col8 + e]", "v_tile[(n + i) * 8 + row8]", WRONG),
-    "wrong loads of K": ("[s * 8 + col8]", "[s * 8 + (col8 ^ 4)]", WRONG),
+    "wrong lanes of V": ("matrix_column(lane) + e) * row_loads", "e) * row_loads", WRONG),
+    "wrong loads of K": ("mine[matrix_column(lane) + e]", "mine[(matrix_column(lane) ^ 4) + e]", WRONG),
+    "wrong place of an element": ("return row * W + w;", "return row * W + (w ^ 1);", WRONG),
     "half of a sum": ("multiply_two(d0, d1, a[2], a[3], b[1]);", "", WRONG),
     "wrong vector of the piece": ("ROW(vector / FACTOR)", "ROW(vector % FACTOR)", ("race",)),
     "divergent product": (
@@ -291,7 +290,7 @@ FAULTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
         ("divergence",),
     ),
     "swapped address space": ("device int* table", "constant int* table", STRICT),
-    "swapped address space of the pool": ("const device vec<KT", "const constant vec<KT", STRICT),
+    "swapped address space of the pool": ("const device Copy*>(k", "const constant Copy*>(k", STRICT),
 }
 
 
