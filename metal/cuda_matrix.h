@@ -79,6 +79,7 @@ METAL_FUNC void set_inner(simdgroup_matrix<float, 8, 8>& matrix, const vec<float
 }
 
 #define TILE_ALIGNED alignas(16)
+#define TWO_TILES_BYTES (48 * 1024)
 
 // Elements of 16 bits are copied 8 at a time.
 struct alignas(16) copied_words {

@@ -44,8 +44,9 @@ METAL_FUNC void set_inner(thread simdgroup_matrix<float, 8, 8>& matrix, thread V
   set_pair(matrix, first, second, w);
 }
 
-// How tiles are declared.
+// How tiles are declared; and in how much memory there may be two, one to fill while the other is read.
 #define TILE_ALIGNED
+#define TWO_TILES_BYTES 0
 
 // A span of K, 8 loads of W elements, of the tokens of TILES matrices: left factors of products that
 // sum along the span, with queries on their right.

@@ -25,7 +25,8 @@
 //          partials (items, H, VECTORS, DV) float32, sums of V by weight, and
 //          stats    (items, H, VECTORS, 2) float32, the largest score and the sum of weights
 // Grid     items * H threadgroups of SIMDGROUPS * 32 threads
-// Threadgroup memory: KEYS rows of K and of V, each with K_PAD and V_PAD more vectors of W elements.
+// Threadgroup memory: KEYS rows of K and of V, each with K_PAD and V_PAD more vectors of W elements;
+// in CUDA, where there is room, twice that.
 // Work of a threadgroup: VECTORS times the tokens that they see. The host bounds the
 // sum over a launch.
 // Numerics: products and sums in float32; softmax online, in powers of 2. Masked scores never meet
@@ -113,8 +114,10 @@ UNROLL for (int c = 0; c < COLUMNS; ++c) {
 
 constexpr int K_ROW = DK / W + KSpan::padding(K_PAD);
 constexpr int V_ROW = DV / W + V_PAD;
-TILE_ALIGNED threadgroup vec<KT, W> k_tile[KEYS][K_ROW];
-TILE_ALIGNED threadgroup vec<KT, W> v_tile[KEYS][V_ROW];
+constexpr int TILE_BYTES = KEYS * (K_ROW + V_ROW) * W * int(sizeof(KT));
+constexpr int BUFFERS = 2 * TILE_BYTES <= TWO_TILES_BYTES ? 2 : 1;
+TILE_ALIGNED threadgroup vec<KT, W> k_tiles[BUFFERS][KEYS][K_ROW];
+TILE_ALIGNED threadgroup vec<KT, W> v_tiles[BUFFERS][KEYS][V_ROW];
 
 simdgroup_matrix<float, 8, 8> acc[COLUMNS][V_SPANS * W];
 float top[COLUMNS][2];
@@ -173,17 +176,21 @@ if (AHEAD) {
   FIND_BLOCKS(base + KEYS)
 }
 for (; base < high_end; base += KEYS) {
+  // With two buffers one barrier a tile does: whoever fills one knows that all are done with it.
+  const int buffer = base / KEYS % BUFFERS;
+#define K_TILE(key, load) &k_tiles[buffer][key][load]
+#define V_TILE(key, load) &v_tiles[buffer][key][load]
   UNROLL for (int first = 0; first < PARTS; first += AT_ONCE) {
     if (!AHEAD) {
       LOAD_PARTS(base, first)
     }
-    if (first == 0) threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (BUFFERS == 1 && first == 0) threadgroup_barrier(mem_flags::mem_threadgroup);
     UNROLL for (int i = 0; i < AT_ONCE; ++i) {
       const int j = first + i;
       if (j >= PARTS || KEY(j) >= KEYS) continue;
       const int load = COPY(j) * (CW / W);
-      if (COPY(j) < DK / CW) put_copy(&k_tile[KEY(j)][load], new_k[i]);
-      if (COPY(j) < DV / CW) put_copy(&v_tile[KEY(j)][load], new_v[i]);
+      if (COPY(j) < DK / CW) put_copy(K_TILE(KEY(j), load), new_k[i]);
+      if (COPY(j) < DV / CW) put_copy(V_TILE(KEY(j), load), new_v[i]);
     }
   }
   if (AHEAD) {
@@ -203,7 +210,7 @@ for (; base < high_end; base += KEYS) {
   UNROLL for (int s = 0; s < K_SPANS; ++s) {
     KSpan keys[KEY_TILES / TILES];
     UNROLL for (int n = 0; n < KEY_TILES; n += TILES) {
-      keys[n / TILES].load(&k_tile[n * 8][s * 8], K_ROW, lane);
+      keys[n / TILES].load(K_TILE(n * 8, s * 8), K_ROW, lane);
     }
     UNROLL for (int w = 0; w < W; w += 2) {
       UNROLL for (int c = 0; c < COLUMNS; ++c) {
@@ -266,7 +273,7 @@ for (; base < high_end; base += KEYS) {
     }
     UNROLL for (int s = 0; s < V_SPANS; ++s) {
       VSpan values;
-      values.load(&v_tile[n * 8][s * 8], V_ROW, lane);
+      values.load(V_TILE(n * 8, s * 8), V_ROW, lane);
       UNROLL for (int w = 0; w < W; w += 2) {
         values.set_left(left, w);
         const int first = s * W + w;
@@ -329,3 +336,5 @@ UNROLL for (int i = 0; i < 2 * COLUMNS; ++i) {
 #undef SLOTS
 #undef FIND_BLOCKS
 #undef LOAD_PARTS
+#undef K_TILE
+#undef V_TILE

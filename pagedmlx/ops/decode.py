@@ -153,7 +153,8 @@ class DecodePlanner:
         if fixed:
             chunks = fixed_chunks(lows, ends)
         else:
-            chunks = choose_chunk(lows, ends, groups_per_item, self._wave)
+            may_be_wider = cascade is None and _may_be_wider(whole)
+            chunks = choose_chunk(lows, ends, groups_per_item, self._wave, may_be_wider)
         work = make_work_list(counts, lows, ends, tables, chunks, window, num_padding=num_padding)
         # What isn't cut takes another path to the same sum, so neighbours would change its bits.
         if work.max_chunks == 1 and not fixed and cascade is None:

@@ -21,9 +21,8 @@ from pagedmlx.ops.launch import Launch, Launcher
 from pagedmlx.ops.prefill import PrefillVariant
 from pagedmlx.ops.worklist import HEADER, ITEM, MAX_CHUNK, MIN_CHUNK, UNLIMITED, bucket
 
-_WAVE_SHARES = {1: 0.75, 2: 0.5}
-"""Of the threadgroups that run at once, by columns: matrices take so many more registers. Measured
-on CUDA."""
+_WAVE_SHARE = 0.5
+"""Of the threadgroups that run at once: matrices take so many more registers. Measured on CUDA."""
 
 _MOST_PARTS = 8
 """Of a long run, where its tiles alone fill the device: all of them wait in memory to be merged."""
@@ -92,7 +91,7 @@ def plan_runs(
     """
     pool = variant.pool
     num_tiles = [-(-len(run.rows) * variant.factor // variant.vectors) for run in runs]
-    most = int(wave * _WAVE_SHARES[variant.columns]) // pool.num_kv_heads
+    most = int(wave * _WAVE_SHARE) // pool.num_kv_heads
     chunk, num_items = _choose_chunk(runs, num_tiles, most)
     # Of few sizes, so that steps resemble each other; idle threadgroups end at once.
     room = max(num_items, min(most, bucket(num_items, 1)))

@@ -262,7 +262,7 @@ class DecodeVariant:
             threadgroup_bytes=self.needed_bytes,
             parts=("decode_begin.h", f"{body}.metal", "decode_end.h"),
         )
-        return with_matrices(kernel) if self.matrices else kernel
+        return with_matrices(kernel) if self.matrices else replace(kernel, headers=("lanes.h",))
 
     @property
     def _tile_constants(self) -> dict[str, int]:

@@ -17,8 +17,11 @@ MAX_CHUNK = 2048
 SHORT = 512
 """Sequences up to here are better left whole than merged once they fill an eighth of the device;
 up to twice as long ones where they fill more."""
+FULL = 0.9
+"""Sequences of any length are left whole, too, where so much of the device is busy until all
+end: on an H200 32 x 4096 took 129 microseconds instead of 135, and 30 x 2048 66 instead of 72."""
 UNLIMITED = 1 << 30
-"""Stands for no window."""
+"""More tokens than there are: no window, or no cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +48,28 @@ class WorkList:
         return rows.reshape(self.num_rows, MERGE_ROW)
 
 
-def choose_chunk(lows: Int32Array, ends: Int32Array, groups_per_item: int, wave: int) -> int:
-    """The shortest chunk whose threadgroups all run at once; a power of two.
+def choose_chunk(
+    lows: Int32Array, ends: Int32Array, groups_per_item: int, wave: int, may_be_wider: bool = False
+) -> int:
+    """The shortest chunk whose threadgroups all run at once, a power of two; or whole sequences.
 
     Args:
         lows: (S,) first token that a sequence reads.
         ends: (S,) one past its last.
         groups_per_item: Threadgroups of one item.
         wave: Threadgroups that the device runs at once.
+        may_be_wider: Whether half as many threadgroups, each twice as wide, fill it too.
     """
-    filled = len(ends) * groups_per_item * 8 / wave
-    if filled >= 1 and (ends - lows).max() <= SHORT * min(filled, 2):
-        return MAX_CHUNK
+    lengths = ends - lows
+    num_groups = len(ends) * groups_per_item
+    filled = num_groups * 8 / wave
+    if filled >= 1 and lengths.max() <= SHORT * min(filled, 2):
+        return UNLIMITED
+    evenness = float(lengths.mean()) / max(int(lengths.max()), 1)
+    if may_be_wider and 2 * num_groups <= wave:
+        num_groups *= 2
+    if num_groups * evenness >= FULL * wave * -(-num_groups // wave):
+        return UNLIMITED
     chunk = MIN_CHUNK
     while chunk < MAX_CHUNK and _counts(lows, ends, chunk).sum() * groups_per_item > wave:
         chunk *= 2

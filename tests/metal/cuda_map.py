@@ -100,6 +100,7 @@ METAL_FUNC void tensor_product(vec<float, 2>& d0, vec<float, 2>& d1, uint a0, ui
 }
 """
 
+
 def _ldmatrix(found: re.Match[str]) -> str:
     return f"words = ldmatrix({found[2]}, {'true' if found[1] else 'false'});"
 
@@ -111,7 +112,7 @@ _CHANGES = (
     (r"^template <[^>]*>\nMETAL_FUNC [^\n]* make_filled_simdgroup_matrix\(.*?^\}$", ""),
     (r"([\w.]+(?:\[\d\]\.elements)?)\.words\[", r"((cuda_word*)&\1)["),
     (r"reinterpret_cast<const uint\*>", "reinterpret_cast<const cuda_word*>"),
-    (r"struct alignas\(16\) copied_words", "struct __attribute__((may_alias)) alignas(16) copied_words"),
+    (r"struct alignas\(16\) copied", "struct __attribute__((may_alias)) alignas(16) copied"),
     (r"\buint4\b", "cuda_word4"),
     (r"const __(?:half2|nv_bfloat162) rounded", "const auto rounded"),
     # The instructions.

@@ -274,13 +274,17 @@ FAULTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "beyond the table": ("table[min(", "table[1000 + min(", ("out_of_bounds",)),
     "dead slots read": (SEEN, "", WRONG),
     "freed blocks read": (SEEN, "if ((base) + KEY(j) >= high_end) continue;", WRONG),
-    "missing barrier before the tile": (f"if (first == 0) {BARRIER}", "", RACE),
+    "missing barrier before the tile": (f"if (BUFFERS == 1 && first == 0) {BARRIER}", "", RACE),
     "missing barrier after the tile": (f"{BARRIER}simdgroup_matrix", "simdgroup_matrix", RACE),
     "barrier too small": (f"{BARRIER}s", f"{BARRIER}s".replace("thread", "simd", 1), RACE),
     "vectors beside each other mixed up": ("COLUMN_BIT_1 4", "COLUMN_BIT_1 8", WRONG),
     "dropped rescale": ("acc[c][i].thread_elements()[e] *= shrink;", ";", WRONG),
     "wrong lanes of V": ("matrix_column(lane) + e) * row_loads", "e) * row_loads", WRONG),
-    "wrong loads of K": ("mine[matrix_column(lane) + e]", "mine[(matrix_column(lane) ^ 4) + e]", WRONG),
+    "wrong loads of K": (
+        "mine[matrix_column(lane) + e]",
+        "mine[(matrix_column(lane) ^ 4) + e]",
+        WRONG,
+    ),
     "wrong place of an element": ("return row * W + w;", "return row * W + (w ^ 1);", WRONG),
     "half of a sum": ("multiply_two(d0, d1, a[2], a[3], b[1]);", "", WRONG),
     "wrong vector of the piece": ("ROW(vector / FACTOR)", "ROW(vector % FACTOR)", ("race",)),
@@ -290,7 +294,11 @@ FAULTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
         ("divergence",),
     ),
     "swapped address space": ("device int* table", "constant int* table", STRICT),
-    "swapped address space of the pool": ("const device Copy*>(k", "const constant Copy*>(k", STRICT),
+    "swapped address space of the pool": (
+        "const device Copy*>(k",
+        "const constant Copy*>(k",
+        STRICT,
+    ),
 }
 
 

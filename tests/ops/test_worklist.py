@@ -82,8 +82,9 @@ def test_chunks_are_the_shortest_that_run_at_once() -> None:
     rng = np.random.default_rng(0)
     for _ in range(200):
         ends = rng.integers(1025, 40_000, rng.integers(1, 40)).astype(np.int32)
+        ends[0] = 80_000  # so that none is left whole
         lows = np.zeros_like(ends)
-        chunk = choose_chunk(lows, ends, 8, 528)
+        chunk = choose_chunk(lows, ends, 8, 528, may_be_wider=True)
         counts = {size: int((-(-ends // size)).sum()) * 8 for size in (chunk, chunk // 2)}
         assert counts[chunk] <= 528 or chunk == MAX_CHUNK
         assert counts[chunk // 2] > 528 or chunk == MIN_CHUNK
@@ -100,6 +101,30 @@ def test_enough_short_sequences_are_left_whole_and_a_single_one_is_cut() -> None
     ):
         _, lows, ends = _one_row([length] * count)
         assert (choose_chunk(lows, ends, 8, 528) >= length) == whole
+
+
+def test_sequences_of_any_length_are_left_whole_where_they_keep_the_device_busy() -> None:
+    for lengths, may_be_wider, whole in (
+        ([50_000] * 66, False, True),
+        ([50_000] * 60, False, True),
+        ([50_000] * 59, False, False),
+        ([50_000] * 67, True, False),  # a second round for one of them
+        ([50_000] * 120, True, True),
+        ([50_000] * 33, True, True),
+        ([50_000] * 33, False, False),
+        ([50_000] * 29, True, False),
+        ([50_000] * 30 + [40_000] * 3, True, True),
+        ([50_000] * 20 + [30_000] * 13, True, False),
+        ([50_000] * 16, True, False),
+        ([0] * 40 + [1], True, True),  # short, whatever else
+    ):
+        _, lows, ends = _one_row(lengths)
+        chunk = choose_chunk(lows, ends, 8, 528, may_be_wider)
+        assert (chunk == UNLIMITED) == whole, (len(lengths), may_be_wider)
+        plan = make_work_list(
+            np.ones_like(ends), lows, ends, np.zeros((len(ends), 3200), np.int32), chunk, None
+        )
+        assert (plan.max_chunks == 1) == whole
 
 
 def test_fixed_chunks_depend_on_each_sequence_alone() -> None:
