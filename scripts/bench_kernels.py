@@ -196,15 +196,15 @@ def measure_decode(
 
 
 def measure_cascade(shape: Shape) -> dict[str, Any]:
-    """A layer without and with a cascade, of one column and of two, taking turns; and what planning
-    a step costs the host.
+    """A layer without and with a cascade, as the platform has it and with one column of query
+    vectors, taking turns; and what planning a step costs the host.
 
     Small shapes take the host's time; the device's own is by torch's profiler.
     """
     ways = {
         "off": Layers(shape, cascade="off"),
-        "on": Layers(shape, cascade="on", columns=1),
-        "wide": Layers(shape, cascade="on", columns=2),
+        "on": Layers(shape, cascade="on"),
+        "narrow": Layers(shape, cascade="on", columns=1),
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(ROUNDS):
@@ -226,7 +226,7 @@ def measure_cascade(shape: Shape) -> dict[str, Any]:
         for _ in range(10):
             layers.backend.plan_ahead(layers.batch)
         result[f"{name}_plan_us"] = round((time.perf_counter() - start) / 10 * 1e6, 1)
-    for name in ("on", "wide"):
+    for name in ("on", "narrow"):
         result[f"{name}_times_faster"] = round(result["off_us"] / result[f"{name}_us"], 2)
         if f"{name}_device_us" in result:
             share = result["off_device_us"] / result[f"{name}_device_us"]
@@ -319,13 +319,12 @@ def measure_prefill(rows: int, cached: int) -> dict[str, Any]:
     """
     shape = Shape(f"{rows} rows over {cached}", (rows + cached,))
     result: dict[str, Any] = {"shape": shape.name}
-    for path, write in product(("gather", "kernel", "wide"), (False, True)):
-        columns = 2 if path == "wide" else 1
+    for path, write in product(("gather", "kernel", "narrow"), (False, True)):
         layers = Layers(
             shape,
             num_rows=rows,
             prefill="gather" if path == "gather" else "kernel",
-            columns=columns,
+            columns=1 if path == "narrow" else None,
         )
 
         def paged(layers: Layers = layers, write: bool = write) -> None:

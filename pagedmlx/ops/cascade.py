@@ -230,7 +230,8 @@ def plan_cascade(
     for run in runs:
         lows[run.rows] = run.num_tokens
     own_tables = [tables[run.rows[0]] for run in runs]
-    return Cascade(plan_runs(runs, own_tables, len(tables), variant, wave), lows)
+    # Few: decode.metal runs beside them, and merging takes longer the more there are. On CUDA.
+    return Cascade(plan_runs(runs, own_tables, len(tables), variant, wave // 4), lows)
 
 
 def idle_cascade(variant: PrefillVariant) -> Cascade:

@@ -85,7 +85,7 @@ class DecodePlanner:
         deterministic: Cut each sequence by its own length alone.
         path: How the decode kernel multiplies.
         cascade: Whether tokens that sequences share are attended once.
-        columns: Of the prefill kernel; None is as many as suit platform and purpose.
+        columns: Of the prefill kernel; None is as many as suit the platform.
 
     Attributes:
         cascades: Plans that.
@@ -106,12 +106,10 @@ class DecodePlanner:
         self._path = path
         # On Metal nobody has measured two, and they take more registers than it likes.
         self._columns = columns or (2 if platform is Platform.CUDA else 1)
-        # Sequences that decode seldom have vectors for two, and many small threadgroups suit them.
-        self._cascade_columns = columns or 1
         self.cascades = CascadePlanner(cascade, wave)
         self._variants: dict[DecodeVariant, DecodeVariant] = {}
         self._changes: dict[tuple[object, ...], DecodeVariant] = {}
-        self._prefills: dict[tuple[DecodeVariant, int], PrefillVariant] = {}
+        self._prefills: dict[DecodeVariant, PrefillVariant] = {}
 
     def plan(
         self,
@@ -145,7 +143,7 @@ class DecodePlanner:
             lows = np.maximum(ends - counts - window + 1, 0)
         elif rows == 1 and not fixed:
             who = tuple(host.sequences[place] for place in sequences) if host.sequences else ()
-            shared = self.cascade_variant(base)
+            shared = self.prefill_variant(base)
             cascade = self.cascades.try_plan(group, who, tables, ends, shared)
             lows = lows if cascade is None else cascade.lows
         whole = self._whole(base, rows)
@@ -182,7 +180,7 @@ class DecodePlanner:
 
     def idle_cascades(self, base: DecodeVariant) -> list[Decode]:
         """The same for all kernels of steps with a cascade."""
-        cascade = idle_cascade(self.cascade_variant(base))
+        cascade = idle_cascade(self.prefill_variant(base))
         whole = self._whole(base, 1)
         return [
             self._split(idle_work_list(count), whole, cascade) for count in (1, MANY_CHUNKS + 1)
@@ -209,17 +207,10 @@ class DecodePlanner:
         return self._steps(work, split, merge, cascade)
 
     def prefill_variant(self, base: DecodeVariant) -> PrefillVariant:
-        """What attends the chunks of prompts in the same layers."""
-        return self._prefill(base, self._columns)
-
-    def cascade_variant(self, base: DecodeVariant) -> PrefillVariant:
-        """What attends the tokens that sequences share while they decode."""
-        return self._prefill(base, self._cascade_columns)
-
-    def _prefill(self, base: DecodeVariant, columns: int) -> PrefillVariant:
-        found = self._prefills.get((base, columns))
+        """What attends chunks of prompts in the same layers, and what sequences share there."""
+        found = self._prefills.get(base)
         if found is None:
-            found = self._prefills[base, columns] = prefill_variant(base, columns)
+            found = self._prefills[base] = prefill_variant(base, self._columns)
         return found
 
     def _changed(self, variant: DecodeVariant, **changes: Any) -> DecodeVariant:

@@ -49,7 +49,7 @@ class KernelBackend:
         decode: How the decode kernel multiplies; also forced, by lanes where matrices can't.
         cascade: Whether tokens that sequences share are attended once.
         columns: Groups of 8 query vectors that a SIMD-group of the prefill kernel attends, 1 or 2;
-            None is what suits the platform's registers, and 1 where sequences decode together.
+            None is what suits the platform's registers.
 
     Attributes:
         launcher: As given.
@@ -184,7 +184,7 @@ class KernelBackend:
 
     def set_cascade_threshold(self, kind: DecodeVariant, num_tokens: int) -> None:
         """Attend shared tokens once in such layers if that spares at least so many tokens."""
-        shared = self._planner.cascade_variant(kind)
+        shared = self._planner.prefill_variant(kind)
         self._planner.cascades.thresholds[shared] = num_tokens
 
     def avoid_runs(self) -> None:

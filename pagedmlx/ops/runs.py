@@ -21,9 +21,6 @@ from pagedmlx.ops.launch import Launch, Launcher
 from pagedmlx.ops.prefill import PrefillVariant
 from pagedmlx.ops.worklist import HEADER, ITEM, MAX_CHUNK, MIN_CHUNK, UNLIMITED, bucket
 
-_WAVE_SHARE = 0.5
-"""Of the threadgroups that run at once: matrices take so many more registers. Measured on CUDA."""
-
 _MOST_PARTS = 8
 """Of a long run, where its tiles alone fill the device: all of them wait in memory to be merged."""
 
@@ -78,7 +75,7 @@ def plan_runs(
     tables: Sequence[Int32Array],
     num_rows: int,
     variant: PrefillVariant,
-    wave: int,
+    most_groups: int,
 ) -> RunPlan:
     """Cut the runs' tokens into chunks, and the vectors that attend them into tiles.
 
@@ -87,11 +84,11 @@ def plan_runs(
         tables: For each run (B,) the block table of its tokens, or more.
         num_rows: T, of all queries.
         variant: The prefill of these layers.
-        wave: Threadgroups that the device runs at once.
+        most_groups: Threadgroups that are to run at once.
     """
     pool = variant.pool
     num_tiles = [-(-len(run.rows) * variant.factor // variant.vectors) for run in runs]
-    most = int(wave * _WAVE_SHARE) // pool.num_kv_heads
+    most = most_groups // pool.num_kv_heads
     chunk, num_items = _choose_chunk(runs, num_tiles, most)
     # Of few sizes, so that steps resemble each other; idle threadgroups end at once.
     room = max(num_items, min(most, bucket(num_items, 1)))

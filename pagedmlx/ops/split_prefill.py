@@ -79,7 +79,9 @@ def plan_split_prefill(
         for first, stop, end in zip(bounds, bounds[1:], ends, strict=False)
     ]
     tables = [host.groups[group].block_tables[sequence] for sequence in sequences]
-    return _with_merge(plan_runs(runs, tables, bounds[-1] + num_padding, variant, wave), variant)
+    # Matrices take so many registers that no more run at once. Measured on CUDA.
+    plan = plan_runs(runs, tables, bounds[-1] + num_padding, variant, wave // 2)
+    return _with_merge(plan, variant)
 
 
 def idle_split_prefills(variant: PrefillVariant) -> list[SplitPrefill]:

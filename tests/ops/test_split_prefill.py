@@ -78,7 +78,7 @@ def test_many_long_contexts_are_cut_in_few_parts_that_wait_in_memory() -> None:
         rows = np.arange(256)
         runs = [Run(rows + 256 * i, length, length - 255) for i in range(num_chunks)]
         tables = [np.arange(length // BLOCK, dtype=np.int32)] * num_chunks
-        work = plan_runs(runs, tables, 256 * num_chunks, variant, wave=528)
+        work = plan_runs(runs, tables, 256 * num_chunks, variant, most_groups=264)
         assert 2 <= work.max_chunks <= 9
         num_vectors = 256 * num_chunks * variant.factor
         assert work.num_items * variant.vectors <= 9 * num_vectors
