@@ -37,6 +37,7 @@ from pagedmlx.ops.worklist import (
     fixed_chunks,
     idle_work_list,
     make_work_list,
+    widest,
 )
 
 
@@ -148,17 +149,17 @@ class DecodePlanner:
             lows = lows if cascade is None else cascade.lows
         whole = self._whole(base, rows)
         groups_per_item = whole.pool.num_kv_heads * whole.parts_for(int(counts.max()))
+        widths = (1,) if cascade is not None else self._widths(whole)
         if fixed:
             chunks = fixed_chunks(lows, ends)
         else:
-            may_be_wider = cascade is None and _may_be_wider(whole)
-            chunks = choose_chunk(lows, ends, groups_per_item, self._wave, may_be_wider)
+            chunks = choose_chunk(lows, ends, groups_per_item, self._wave, widths)
         work = make_work_list(counts, lows, ends, tables, chunks, window, num_padding=num_padding)
         # What isn't cut takes another path to the same sum, so neighbours would change its bits.
         if work.max_chunks == 1 and not fixed and cascade is None:
-            if 2 * work.num_items * groups_per_item <= self._wave and _may_be_wider(whole):
-                whole = self._wider(whole)
-            return self._steps(work, whole, None, None)
+            longest, num_groups = int((ends - lows).max()), work.num_items * groups_per_item
+            width = widest(num_groups, longest, self._wave, widths)
+            return self._steps(work, self._wider(whole, width), None, None)
         return self._split(work, whole, cascade)
 
     def idle_works(self, base: DecodeVariant) -> list[Decode]:
@@ -171,9 +172,10 @@ class DecodePlanner:
         for rows in (1, MAX_ROWS):
             whole = self._whole(base, rows)
             if not self._deterministic:
-                works.append(self._steps(idle_work_list(1), whole, None, None))
-                if _may_be_wider(whole):
-                    works.append(self._steps(idle_work_list(1), self._wider(whole), None, None))
+                works += [
+                    self._steps(idle_work_list(1), self._wider(whole, width), None, None)
+                    for width in self._widths(whole)
+                ]
                 works.append(self._split(idle_work_list(2), whole, None))
             works.append(self._split(idle_work_list(MANY_CHUNKS + 1), whole, None))
         return works
@@ -191,8 +193,19 @@ class DecodePlanner:
         whole = self._changed(base, rows=rows)
         return self.interned(decode_by(self._path, whole, self._platform))
 
-    def _wider(self, whole: DecodeVariant) -> DecodeVariant:
-        return self._changed(whole, num_simdgroups=2 * whole.num_simdgroups)
+    def _widths(self, whole: DecodeVariant) -> list[int]:
+        """How many times as wide the threadgroups can be that attend whole sequences."""
+        if whole.rows > 1:
+            return [1]
+        # On Metal nobody has measured more than two.
+        most = 4 if self._platform is Platform.CUDA else 2
+        memory = self._platform.threadgroup_bytes
+        return [
+            width for width in (1, 2, 4) if width <= most and width * whole.needed_bytes <= memory
+        ]
+
+    def _wider(self, whole: DecodeVariant, width: int) -> DecodeVariant:
+        return self._changed(whole, num_simdgroups=width * whole.num_simdgroups)
 
     def _split(self, work: WorkList, whole: DecodeVariant, cascade: Cascade | None) -> Decode:
         """Kernels for sequences whose results are merged."""
@@ -235,10 +248,6 @@ class DecodePlanner:
         can_write = variant.rows == 1 and variant.parts == 1
         writing = self._changed(variant, writes=True) if can_write else None
         return Decode(work.plan, work.num_items, work.num_rows, variant, writing, merge, cascade)
-
-
-def _may_be_wider(whole: DecodeVariant) -> bool:
-    return whole.rows == 1 and whole.can_be_wider
 
 
 def attend_decode(

@@ -27,6 +27,11 @@ class Platform(StrEnum):
     METAL = "metal"
     CUDA = "cuda"
 
+    @property
+    def threadgroup_bytes(self) -> int:
+        """Threadgroup memory that a kernel may take."""
+        return MAX_THREADGROUP_BYTES if self is Platform.METAL else 48 * 1024
+
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
@@ -51,9 +56,6 @@ class Kernel:
     headers: tuple[str, ...] = ()
     cuda_headers: tuple[str, ...] = ()
     strided: bool = False
-
-    def __post_init__(self) -> None:
-        assert self.threadgroup_bytes <= MAX_THREADGROUP_BYTES, self.name
 
 
 class Launch(NamedTuple):
@@ -121,14 +123,16 @@ class MLXLauncher:
         function = self._functions.get(launch.kernel.name)
         if function is not None:
             return self._call(function, launch)
+        kernel = launch.kernel
+        assert kernel.threadgroup_bytes <= self.platform.threadgroup_bytes, kernel.name
         try:
-            outputs = self._call(self.function(launch.kernel), launch)
+            outputs = self._call(self.function(kernel), launch)
             # MLX compiles when a launch is evaluated, and doesn't say for which kernel it failed.
             mx.eval(outputs)
         except Exception as error:
-            self._functions.pop(launch.kernel.name, None)
+            self._functions.pop(kernel.name, None)
             raise KernelError(
-                f"kernel {launch.kernel.name} fails on this device: {first_line(error)}",
+                f"kernel {kernel.name} fails on this device: {first_line(error)}",
                 hint="--attention-backend gather does without, and please report it",
             ) from error
         return outputs

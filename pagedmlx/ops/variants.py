@@ -216,11 +216,6 @@ class DecodeVariant:
         return self.num_simdgroups * per_simdgroup
 
     @property
-    def can_be_wider(self) -> bool:
-        """Whether there is threadgroup memory for twice as many SIMD-groups."""
-        return 2 * self.needed_bytes <= MAX_THREADGROUP_BYTES
-
-    @property
     def vectors(self) -> int:
         """Query vectors of a KV head, those that fill up the last threadgroup included."""
         return self.parts * self.heads_per_group

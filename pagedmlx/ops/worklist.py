@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +18,8 @@ MAX_CHUNK = 2048
 SHORT = 512
 """Sequences up to here are better left whole than merged once they fill an eighth of the device;
 up to twice as long ones where they fill more."""
+LONG = 1024
+"""Fewer tokens are no work for threadgroups that are more than twice as wide."""
 FULL = 0.9
 """Sequences of any length are left whole, too, where so much of the device is busy until all
 end: on an H200 32 x 4096 took 129 microseconds instead of 135, and 30 x 2048 66 instead of 72."""
@@ -49,7 +52,11 @@ class WorkList:
 
 
 def choose_chunk(
-    lows: Int32Array, ends: Int32Array, groups_per_item: int, wave: int, may_be_wider: bool = False
+    lows: Int32Array,
+    ends: Int32Array,
+    groups_per_item: int,
+    wave: int,
+    widths: Sequence[int] = (1,),
 ) -> int:
     """The shortest chunk whose threadgroups all run at once, a power of two; or whole sequences.
 
@@ -58,22 +65,35 @@ def choose_chunk(
         ends: (S,) one past its last.
         groups_per_item: Threadgroups of one item.
         wave: Threadgroups that the device runs at once.
-        may_be_wider: Whether half as many threadgroups, each twice as wide, fill it too.
+        widths: As for ``widest``.
     """
     lengths = ends - lows
+    longest = int(lengths.max())
     num_groups = len(ends) * groups_per_item
     filled = num_groups * 8 / wave
-    if filled >= 1 and lengths.max() <= SHORT * min(filled, 2):
+    if filled >= 1 and longest <= SHORT * min(filled, 2):
         return UNLIMITED
-    evenness = float(lengths.mean()) / max(int(lengths.max()), 1)
-    if may_be_wider and 2 * num_groups <= wave:
-        num_groups *= 2
+    evenness = float(lengths.mean()) / max(longest, 1)
+    num_groups *= widest(num_groups, longest, wave, widths)
     if num_groups * evenness >= FULL * wave * -(-num_groups // wave):
         return UNLIMITED
     chunk = MIN_CHUNK
     while chunk < MAX_CHUNK and _counts(lows, ends, chunk).sum() * groups_per_item > wave:
         chunk *= 2
     return chunk
+
+
+def widest(num_groups: int, longest: int, wave: int, widths: Sequence[int]) -> int:
+    """How many times as wide threadgroups should be that each attend a whole sequence.
+
+    Args:
+        num_groups: Threadgroups.
+        longest: Tokens of the longest sequence.
+        wave: Threadgroups of the usual width that the device runs at once.
+        widths: How wide they can be, 1 among them.
+    """
+    fitting = (width for width in widths if width <= 2 or longest > LONG)
+    return max(width for width in fitting if width == 1 or width * num_groups <= wave)
 
 
 def fixed_chunks(lows: Int32Array, ends: Int32Array) -> npt.NDArray[np.int64]:

@@ -15,6 +15,7 @@ from pagedmlx.ops.worklist import (
     choose_chunk,
     fixed_chunks,
     make_work_list,
+    widest,
 )
 
 SPANS = st.lists(
@@ -84,7 +85,7 @@ def test_chunks_are_the_shortest_that_run_at_once() -> None:
         ends = rng.integers(1025, 40_000, rng.integers(1, 40)).astype(np.int32)
         ends[0] = 80_000  # so that none is left whole
         lows = np.zeros_like(ends)
-        chunk = choose_chunk(lows, ends, 8, 528, may_be_wider=True)
+        chunk = choose_chunk(lows, ends, 8, 528, widths=(1, 2))
         counts = {size: int((-(-ends // size)).sum()) * 8 for size in (chunk, chunk // 2)}
         assert counts[chunk] <= 528 or chunk == MAX_CHUNK
         assert counts[chunk // 2] > 528 or chunk == MIN_CHUNK
@@ -119,12 +120,28 @@ def test_sequences_of_any_length_are_left_whole_where_they_keep_the_device_busy(
         ([0] * 40 + [1], True, True),  # short, whatever else
     ):
         _, lows, ends = _one_row(lengths)
-        chunk = choose_chunk(lows, ends, 8, 528, may_be_wider)
+        chunk = choose_chunk(lows, ends, 8, 528, (1, 2) if may_be_wider else (1,))
         assert (chunk == UNLIMITED) == whole, (len(lengths), may_be_wider)
         plan = make_work_list(
             np.ones_like(ends), lows, ends, np.zeros((len(ends), 3200), np.int32), chunk, None
         )
         assert (plan.max_chunks == 1) == whole
+
+
+def test_threadgroups_are_as_wide_as_fit_at_once_and_have_work() -> None:
+    for num_groups, longest, width in (
+        (132, 1025, 4),
+        (132, 1024, 2),
+        (133, 5000, 2),
+        (264, 5000, 2),
+        (264, 1, 2),
+        (265, 5000, 1),
+        (5000, 5000, 1),
+    ):
+        assert widest(num_groups, longest, 528, (1, 2, 4)) == width
+    _, lows, ends = _one_row([4096] * 16)
+    assert choose_chunk(lows, ends, 8, 528, (1, 2, 4)) == UNLIMITED
+    assert choose_chunk(lows, ends // 4, 8, 528, (1, 2, 4)) == 256
 
 
 def test_fixed_chunks_depend_on_each_sequence_alone() -> None:
