@@ -26,7 +26,7 @@
 //          stats    (items, H, VECTORS, 2) float32, the largest score and the sum of weights
 // Grid     items * H threadgroups of SIMDGROUPS * 32 threads
 // Threadgroup memory: KEYS rows of K and of V, each with K_PAD and V_PAD more vectors of W elements;
-// in CUDA, where there is room, twice that.
+// in CUDA K has fewer, and where there is room all is there twice.
 // Work of a threadgroup: VECTORS times the tokens that they see. The host bounds the
 // sum over a launch.
 // Numerics: products and sums in float32; softmax online, in powers of 2. Masked scores never meet
@@ -55,7 +55,7 @@ constexpr int PARTS = (KEYS * COPIES + THREADS - 1) / THREADS;
 constexpr int AT_ONCE = PARTS < COPIES_AT_ONCE ? PARTS : COPIES_AT_ONCE;
 // Whether a thread's are of rows so far apart, in blocks that follow from the text alone.
 constexpr int APART = THREADS / COPIES;
-constexpr bool REGULAR = THREADS % COPIES == 0 && BS % APART == 0;
+constexpr bool REGULAR = THREADS % COPIES == 0 && BS % APART == 0 && APART <= KEYS;
 constexpr int NUM_BLOCKS = !REGULAR ? PARTS : KEYS > BS ? KEYS / BS : 1;
 
 const int thread_id = int(thread_index_in_threadgroup);
@@ -171,7 +171,7 @@ Copy new_v[AT_ONCE] = {};
 // Tiles lie at multiples of KEYS, so that a row's result doesn't depend on the rows beside it.
 int base = start / KEYS * KEYS;
 FIND_BLOCKS(base)
-if (AHEAD) {
+if (AHEAD && base < high_end) {
   LOAD_PARTS(base, 0)
   FIND_BLOCKS(base + KEYS)
 }

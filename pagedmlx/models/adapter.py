@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from types import TracebackType
 from typing import Any, Self
 
@@ -18,6 +19,7 @@ from pagedmlx.kv.store import KVStore
 from pagedmlx.models.cache_tree import read_caches
 from pagedmlx.models.compiled import CompiledSteps, PlansAhead
 from pagedmlx.models.deferred_rope import DeferredRopes, find_deferrable_ropes
+from pagedmlx.models.dry_run import can_be_traced
 from pagedmlx.models.hook import install_hook
 from pagedmlx.models.layer_cache import GroupRows, LayerCache
 from pagedmlx.models.layer_spans import LayerSpans, layers_in_a_chain
@@ -163,11 +165,15 @@ class ModelAdapter:
         """
         if self.row_layout is not RowLayout.TOKEN_ROWS:
             return self._run_sequences(batch, store)
-        if store.updates_in_place and isinstance(self.backend, PlansAhead):
+        if store.updates_in_place and isinstance(self.backend, PlansAhead) and self._can_compile:
             logits = self._compiled_for(store, self.backend)(batch)
             if logits is not None:
                 return ModelOutput(logits)
         return self._run_tokens(batch, store)
+
+    @cached_property
+    def _can_compile(self) -> bool:
+        return can_be_traced(self._model)
 
     def _compiled_for(self, store: KVStore, backend: PlansAhead) -> CompiledSteps:
         if self._compiled is None or self._compiled[0] is not store:

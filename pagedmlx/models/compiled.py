@@ -27,7 +27,7 @@ MAX_GRAPHS = 64
 MIN_USES = 5
 """A shape is compiled when it comes this often: a trace costs what so many steps save by it."""
 
-Graph = Callable[[mx.array, mx.array, mx.array], tuple[mx.array, mx.array]]
+Graph = Callable[[mx.array, mx.array, mx.array, mx.array], tuple[mx.array, mx.array]]
 """Some layers of a step, as ``CompiledSteps._trace`` says."""
 
 
@@ -102,13 +102,14 @@ class CompiledSteps:
         if graphs is None:
             self._backend.follow(batch, plans, [mx.array(array) for array in plans.arrays])
             return None
-        hidden, packed = batch.token_ids, metadata.packed(host, plans)
+        token_ids, packed = batch.token_ids, metadata.packed(host, plans)
         if not host.only_decodes:
-            hidden, packed = _brought(hidden, packed)
+            token_ids, packed = _brought(token_ids, packed)
+        hidden = token_ids  # the first layers look at no others
         for number, graph in enumerate(graphs):
             if number:
                 mx.async_eval(hidden)
-            hidden, token = graph(hidden, packed, self._store.token)
+            hidden, token = graph(token_ids, packed, hidden, self._store.token)
             self._store.wrote(token)
         return hidden
 
@@ -144,18 +145,19 @@ class CompiledSteps:
     def _trace(self, like: PagedBatch, plans: Plans, span: range) -> Graph:
         """The function to compile: some layers of a step of ``like``'s shape.
 
-        It takes the step's token ids or what the layers before have come to, the other metadata
-        and the newest token of the pool. It gives what these layers come to, or logits, and the
-        next token of the pool.
+        It takes the step's token ids, the other metadata, what the layers before have come to, if
+        there are any, and the newest token of the pool. It gives what these layers come to, or
+        logits, and the next token of the pool.
         """
         metadata = _Metadata.of(like, plans)
         # A graph outlives the sequences of the step that it was made for.
         host = replace(like.host, sequences=(), sample_sequences=(), unread_sequences=())
-        num_rows, num_padding = like.num_rows, like.num_padding
+        num_padding = like.num_padding
 
-        def step(hidden: mx.array, packed: mx.array, token: mx.array) -> tuple[mx.array, mx.array]:
+        def step(
+            token_ids: mx.array, packed: mx.array, hidden: mx.array, token: mx.array
+        ) -> tuple[mx.array, mx.array]:
             slots, positions, sample_rows, arrays = metadata.unpacked(packed)
-            token_ids = hidden if span.start == 0 else mx.zeros(num_rows, mx.int32)
             batch = PagedBatch(host, num_padding, is_traced=True).given(
                 token_ids=token_ids,
                 positions=positions,
@@ -174,9 +176,9 @@ class CompiledSteps:
         return step
 
 
-def _brought(*arrays: mx.array) -> tuple[mx.array, ...]:
+def _brought(token_ids: mx.array, packed: mx.array) -> tuple[mx.array, mx.array]:
     """The same on their way to the device now: on CUDA, what first reads them waits for that."""
-    brought = tuple(array | array for array in arrays)
+    brought = token_ids | token_ids, packed | packed
     mx.async_eval(*brought)
     return brought
 

@@ -6,9 +6,11 @@ computes one span while MLX goes through the next.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from types import NoneType
 from typing import Any
@@ -16,7 +18,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from pagedmlx.models.dry_run import dry_run
+from pagedmlx.models.dry_run import dry_run, lazy_logits
 
 FIRST_SPAN = 2
 """Layers of the first span; each further one has half as many again. On an H200 the host takes more
@@ -25,6 +27,8 @@ than half of the time for a layer that the device does, so that longer ones woul
 
 class LayerSpans:
     """The spans of a model, and what it takes to run one of them.
+
+    While a span runs, stand-ins are in the model's own list of layers: no other thread may use it.
 
     Args:
         layers: As ``layers_in_a_chain`` gives them; without any there are no spans.
@@ -65,14 +69,15 @@ class LayerSpans:
                     skip = begin if index < span.start else end
                     undo.callback(_replace(self._layers, index, skip))
             logits = call()
-        # What the rest of the model makes of it is never computed.
-        return passed[0] if passed else logits
+        # What the rest of the model makes of what was passed is never computed.
+        return logits if span.stop == len(self._layers) else passed[0]
 
 
 def layers_in_a_chain(model: nn.Module) -> list[Any]:
     """Find the layers of a model whose code passes one array from each to the next, no more.
 
-    Then this array is all that a layer must know of those before it. A dry run shows that.
+    Then this array is all that a layer, or what follows the last one, must know of those before,
+    besides the token ids. A dry run shows that.
 
     Args:
         model: One of mlx-lm's models.
@@ -84,9 +89,11 @@ def layers_in_a_chain(model: nn.Module) -> list[Any]:
     calls: list[_Call] = []
 
     def watched(layer: Any) -> Callable[..., Any]:
-        def call(x: Any = None, *args: Any, **kwargs: Any) -> Any:
-            output = layer(x, *args, **kwargs)
-            calls.append(_Call(layer, x, [*args, *kwargs.values()], output))
+        def call(*args: Any, **kwargs: Any) -> Any:
+            output = layer(*args, **kwargs)
+            calls.append(
+                _Call(layer, args[0] if args else None, [*args[1:], *kwargs.values()], output)
+            )
             return output
 
         return call
@@ -96,7 +103,7 @@ def layers_in_a_chain(model: nn.Module) -> list[Any]:
             undo.callback(_replace(layers, index, watched(layer)))
         if not dry_run(model):
             return []
-    return layers if _is_chain(layers, calls) else []
+    return layers if _is_chain(layers, calls) and _only_last_matters(model, layers) else []
 
 
 class _StandIn:
@@ -150,6 +157,20 @@ class _Call:
     x: Any
     others: list[Any]
     output: Any
+
+
+def _only_last_matters(model: nn.Module, layers: list[Any]) -> bool:
+    """Whether the logits depend on what the last layer gives, and not on any other one."""
+
+    def fill(x: mx.array, *_: Any, value: float, **__: Any) -> mx.array:
+        return mx.full(x.shape, value, x.dtype)
+
+    with ExitStack() as undo:
+        for index in range(len(layers)):
+            value = math.nan if index < len(layers) - 1 else 0.0
+            undo.callback(_replace(layers, index, partial(fill, value=value)))
+        logits = lazy_logits(model, mx.zeros(1, mx.int32))
+    return logits is not None and not mx.isnan(logits).any().item()
 
 
 def _is_chain(layers: list[Any], calls: list[_Call]) -> bool:

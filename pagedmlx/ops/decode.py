@@ -157,7 +157,7 @@ class DecodePlanner:
         work = make_work_list(counts, lows, ends, tables, chunks, window, num_padding=num_padding)
         # What isn't cut takes another path to the same sum, so neighbours would change its bits.
         if work.max_chunks == 1 and not fixed and cascade is None:
-            longest, num_groups = int((ends - lows).max()), work.num_items * groups_per_item
+            longest, num_groups = int((ends - lows).max()), len(ends) * groups_per_item
             width = widest(num_groups, longest, self._wave, widths)
             return self._steps(work, self._wider(whole, width), None, None)
         return self._split(work, whole, cascade)

@@ -9,9 +9,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from pagedmlx.kv.layout import AxisOrder
 from pagedmlx.ops.launch import Kernel
 from tests.metal.cases import Variant
 from tests.metal.cuda_map import with_cuda_map
+from tests.metal.execute import ExecutionError
 from tests.metal.launcher import FiberLauncher
 from tests.metal.test_kernels import SMALL as SMALL_DECODE
 from tests.metal.test_prefill import MAX_DEVIATION, SMALL, Setting
@@ -20,6 +22,11 @@ from tests.support.attention import TOLERANCES
 # Loads of 4 and of 2 elements; tiles of 32, 16 and, in float32, 8 tokens.
 WIDE = replace(SMALL, head_dims=(96, 64), factor=3, window=5, spans=((20, 19),))
 NARROW = replace(SMALL, head_dims=(80, 112), columns=2, spans=((30, 9),))
+# Tiles that are on their way before the one before is done; blocks larger than a tile, or smaller
+# than what a thread copies side by side.
+MANY_TILES = replace(SMALL, spans=((0, 100), (70, 40)))
+LARGE_BLOCKS = replace(MANY_TILES, block_size=64)
+SMALL_BLOCKS = replace(MANY_TILES, block_size=2)
 LARGE = replace(SMALL, head_dims=(256, 192), softcap=20.0, sinks=True, spans=((9, 9),))
 
 
@@ -50,6 +57,27 @@ def test_they_give_the_answer(
     count["variants of prefill executed in CUDA's words"] += 1
 
 
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("setting", [MANY_TILES, LARGE_BLOCKS, SMALL_BLOCKS], ids=str)
+def test_tiles_of_many_and_of_parts_of_blocks_give_the_answer(
+    setting: Setting, split: bool
+) -> None:
+    setting = replace(setting, split=split)
+    assert setting.deviation(FiberLauncher(change=with_cuda_map)) < MAX_DEVIATION
+
+
+@pytest.mark.parametrize("order", list(AxisOrder))
+@pytest.mark.parametrize("dim", [16, 32])
+def test_rows_of_few_elements_are_read_from_their_own_blocks(dim: int, order: AxisOrder) -> None:
+    setting = replace(
+        SMALL, head_dims=(dim, dim), block_size=64, order=order, spans=((60, 70), (100, 40))
+    )
+    for seed in (1, 4, 11):  # with the last block of the pool among theirs
+        launcher = FiberLauncher(change=with_cuda_map)
+        setting.run(launcher, setting.make_case(launcher, seed))
+    assert setting.deviation(FiberLauncher(change=with_cuda_map)) < MAX_DEVIATION
+
+
 DECODED = replace(SMALL_DECODE, head_dims=(96, 64), factor=7, rows=2, decode="matrices")
 FAULTS: dict[str, list[tuple[Setting | Variant, str]]] = {
     # Only one kernel of two, or one type, takes its words at each of these places.
@@ -65,6 +93,10 @@ FAULTS: dict[str, list[tuple[Setting | Variant, str]]] = {
     "(lane >> 4) * 8": [(WIDE, "0")],
     "lane >> 4 << 3 | lane & 7u": [(WIDE, "lane & 15u")],
     "(lane & 8u)": [(WIDE, "0")],
+    "(AHEAD ? 2 : 1) * KEYS": [(MANY_TILES, "KEYS")],
+    "uint(base) % BS : 0u": [(LARGE_BLOCKS, "0u : 0u")],
+    "BS % APART == 0 && ": [(SMALL_BLOCKS, "")],
+    "base / KEYS % BUFFERS": [(MANY_TILES, "0")],
     "return w * 8 + row;": [(WIDE, "return w * 8 + (row ^ 1);")],
 }
 
@@ -77,7 +109,13 @@ def test_planted_fault_is_caught(
 ) -> None:
     dtype = "float32" if case is LARGE else "float16"
     launcher = FiberLauncher(change=lambda kernel, text: _changed(kernel, text, old, new))
-    assert not replace(case, dtype=dtype).deviation(launcher) < MAX_DEVIATION
+    caught = "result"
+    try:
+        if replace(case, dtype=dtype).deviation(launcher) < MAX_DEVIATION:
+            caught = "nothing"
+    except ExecutionError as error:
+        caught = error.kind
+    assert caught in ("result", "race", "uninitialised", "out_of_bounds")
     count["planted faults of CUDA's words caught"] += 1
 
 

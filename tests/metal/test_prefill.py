@@ -190,7 +190,17 @@ SMALL = Setting(
 )
 
 
-@pytest.mark.parametrize("setting", [SMALL, replace(SMALL, split=True), replace(SMALL, window=7)])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        SMALL,
+        replace(SMALL, split=True),
+        replace(SMALL, window=7),
+        replace(SMALL, spans=((0, 100),)),
+        replace(SMALL, spans=((70, 60),), block_size=64, split=True),
+    ],
+    ids=str,
+)
 def test_tiles_that_are_loaded_ahead_as_on_cuda_change_no_bit(setting: Setting):
     now, ahead = "#define LOADS_AHEAD 0", "#define LOADS_AHEAD 1"
 

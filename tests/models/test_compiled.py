@@ -214,6 +214,22 @@ def test_a_trace_that_fails_leaves_the_token_as_it_was() -> None:
     assert decoding.store.token.tolist() == [MIN_USES - 1] * 8
 
 
+def test_a_trace_that_fails_in_mid_step_keeps_the_token_of_what_has_begun() -> None:
+    decoding = Decoding()
+    host = make_batch([(0, 5)], block_size=4, num_blocks=64, rng=np.random.default_rng(0))
+    decoding.backend.next_plans = Plans([np.array([1], np.int32)])
+    for _ in range(MIN_USES - 1):
+        assert decoding.compiled(PagedBatch(host)) is None
+    decoding.layers[2:] = [lambda x: x.no_such_attribute] * 2
+    for count in (1, 2):
+        with pytest.raises(AttributeError):
+            decoding.compiled(PagedBatch(host))
+        assert decoding.store.token.tolist() == [count] * 8
+    decoding.layers[2:] = [lambda x: x * 1] * 2
+    assert decoding.compiled(PagedBatch(host)) is not None
+    assert decoding.store.token.tolist() == [4] * 8
+
+
 def test_graphs_and_the_arrays_in_them_are_gone_at_once_when_dropped() -> None:
     decoding = Decoding()
     decoding.pool = mx.zeros((1 << 20,), mx.int32)

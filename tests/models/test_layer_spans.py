@@ -115,7 +115,9 @@ def test_a_layer_that_fails_leaves_the_model_as_it_was() -> None:
     assert all(a is b for a, b in zip(model.layers, layers, strict=True))
 
 
-def go(step: Callable[..., mx.array]) -> Callable[..., mx.array]:
+def go(
+    step: Callable[..., mx.array], end: Callable[..., mx.array] = lambda state, x: x
+) -> Callable[..., mx.array]:
     """A body that goes through its layers by ``step(state, index, layer, x, cache)``."""
 
     def body(layers: list[Any], inputs: mx.array, cache: Any) -> mx.array:
@@ -124,7 +126,7 @@ def go(step: Callable[..., mx.array]) -> Callable[..., mx.array]:
         for index, layer in enumerate(layers):
             x = step(state, index, layer, x, cache[index])
             state.seen.append(x)
-        return x
+        return end(state, x)
 
     return body
 
@@ -139,6 +141,10 @@ REFUSED = {
         lambda state, index, layer, x, cache: layer(x, x + 1 if index else state.shared, cache)
     ),
     "a list": go(lambda state, index, layer, x, cache: layer(x, None, [cache])),
+    "the first layer's result at the end": go(
+        lambda state, index, layer, x, cache: layer(x, None, cache),
+        end=lambda state, x: x + state.seen[0],
+    ),
     "something between layers": go(lambda state, index, layer, x, cache: layer(x + 1, None, cache)),
     "layers in another order": lambda layers, inputs, cache: PLAIN(layers[::-1], inputs, cache),
     "layers twice": lambda layers, inputs, cache: PLAIN(layers * 2, inputs, cache * 2),
@@ -148,7 +154,13 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("body", [PLAIN, MASKED])
+EMBEDDED = go(
+    lambda state, index, layer, x, cache: layer(x, state.shared, cache),
+    end=lambda state, x: x + state.shared,
+)
+
+
+@pytest.mark.parametrize("body", [PLAIN, MASKED, EMBEDDED])
 def test_what_all_layers_are_given_is_no_result_of_one(body: Callable[..., mx.array]) -> None:
     model = Chain(body)
     spans = LayerSpans(layers_in_a_chain(model))
@@ -163,6 +175,14 @@ def test_what_all_layers_are_given_is_no_result_of_one(body: Callable[..., mx.ar
 def test_models_that_pass_more_than_one_array_on_are_left_whole(name: str) -> None:
     spans = LayerSpans(layers_in_a_chain(Chain(REFUSED[name])))
     assert spans.parts == (spans.whole,)
+
+
+def test_a_model_whose_layers_are_others_by_now_is_not_run_in_spans() -> None:
+    model = Chain(PLAIN)
+    spans = LayerSpans(layers_in_a_chain(model))
+    model.model.layers = list(model.model.layers)
+    with pytest.raises(IndexError):
+        by_spans(spans, spans.parts, model)
 
 
 def test_a_model_without_a_list_of_layers_is_left_whole() -> None:

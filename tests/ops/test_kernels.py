@@ -20,6 +20,7 @@ from pagedmlx.ops.variants import HEAD_DIMS, DecodeVariant, MergeVariant, PoolSh
 from tests.metal.check import check
 from tests.metal.launcher import FiberLauncher, RecordingLauncher
 from tests.support.attention import make_case, write_step
+from tests.support.batches import make_batch
 
 PARAMS = AttentionParams(scale=0.125)
 SPANS = [(40, 1), (299, 1), (0, 1), (90, 3), (600, 7)]
@@ -62,6 +63,44 @@ def test_few_short_sequences_get_more_simdgroups() -> None:
     (launch,) = (name for name in launcher.executed if "decode" in name)
     wide = replace(_variant(64), num_simdgroups=8, scale=PARAMS.scale).kernel.name
     assert launch == wide
+
+
+@pytest.mark.parametrize(
+    ("wave", "platform", "num_simdgroups"),
+    [
+        (24, Platform.CUDA, 16),
+        (24, Platform.METAL, 8),
+        (12, Platform.CUDA, 8),
+        (6, Platform.CUDA, 4),
+    ],
+)
+def test_sequences_that_fill_a_device_are_left_whole_and_wide(
+    wave: int, platform: Platform, num_simdgroups: int
+) -> None:
+    launcher = FiberLauncher(platform=platform)
+    spans = [(300 - i, 1) for i in range(3)]
+    case = make_case(spans, k_head_dim=64, v_head_dim=64, writer=InPlaceWriter(launcher))
+    case.check(KernelBackend(launcher, wave), PARAMS)
+    variant = replace(_variant(64), num_simdgroups=num_simdgroups, scale=PARAMS.scale)
+    names = [name for name in launcher.executed if "decode" in name or "merge" in name]
+    assert names == [variant.kernel.name]
+
+
+def test_what_is_left_whole_is_as_wide_as_fits_at_once() -> None:
+    """Not as wide as a few more would be, though plans have room for these."""
+    planner = KernelBackend(RecordingLauncher(platform=Platform.CUDA), 528)._planner
+    num_whole = 0
+    for count in range(8, 140):
+        spans, rng = [(4095, 1)] * count, np.random.default_rng(0)
+        host = make_batch(spans, block_size=16, num_blocks=256 * count, rng=rng)
+        for num_kv_heads in (2, 4, 8):
+            base = DecodeVariant(PoolShape("bfloat16", num_kv_heads, 128, 128, 16), "bfloat16", 4)
+            work = planner.plan(host, np.arange(count), 0, None, base)
+            if work.merge is None:
+                widths = (w for w in (1, 2, 4) if w == 1 or w * count * num_kv_heads <= 528)
+                assert work.variant.num_simdgroups == 4 * max(widths)
+                num_whole += 1
+    assert num_whole > 30
 
 
 @pytest.mark.parametrize("sinks", [False, True])

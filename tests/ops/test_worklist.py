@@ -130,8 +130,8 @@ def test_sequences_of_any_length_are_left_whole_where_they_keep_the_device_busy(
 
 def test_threadgroups_are_as_wide_as_fit_at_once_and_have_work() -> None:
     for num_groups, longest, width in (
-        (132, 1025, 4),
-        (132, 1024, 2),
+        (132, 257, 4),
+        (132, 256, 2),
         (133, 5000, 2),
         (264, 5000, 2),
         (264, 1, 2),
@@ -141,7 +141,7 @@ def test_threadgroups_are_as_wide_as_fit_at_once_and_have_work() -> None:
         assert widest(num_groups, longest, 528, (1, 2, 4)) == width
     _, lows, ends = _one_row([4096] * 16)
     assert choose_chunk(lows, ends, 8, 528, (1, 2, 4)) == UNLIMITED
-    assert choose_chunk(lows, ends // 4, 8, 528, (1, 2, 4)) == 256
+    assert choose_chunk(lows, ends, 8, 528, (1, 2)) == 1024
 
 
 def test_fixed_chunks_depend_on_each_sequence_alone() -> None:
