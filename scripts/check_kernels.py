@@ -67,6 +67,7 @@ def main() -> None:
         "cascade": lambda: _shares(SETTINGS, options.jobs),
         "long": check_long,
         "ragged": check_ragged,
+        "even": check_even,
         "variants": lambda: check_variants(options.full, options.jobs),
     }
     result: dict[str, Any] = {"device": {k: str(v) for k, v in mx.device_info().items()}}
@@ -153,6 +154,28 @@ def check_long() -> dict[str, Any]:
     return {"ok": all(errors[n] <= limits[n] for n in errors), "errors": errors}
 
 
+def check_even() -> dict[str, Any]:
+    """Sequences of like lengths, so many that they are left whole, by threadgroups of any width."""
+    launcher, errors = _launcher(), {}
+    params = AttentionParams(scale=128**-0.5)
+    for (count, length), (factor, decode) in product(
+        ((16, 1500), (15, 1300), (32, 1100), (64, 600)), ((4, "lanes"), (8, "matrices"))
+    ):
+        case = make_case(
+            [(length - place, 1) for place in range(count)],
+            num_kv_heads=8,
+            k_head_dim=128,
+            v_head_dim=128,
+            factor=factor,
+            dtype="bfloat16",
+            writer=InPlaceWriter(launcher),
+        )
+        output = case.attend(KernelBackend(launcher, 528, decode=decode), params)
+        error = np.abs(output - case.expected(params)).max()
+        errors[f"{count} x {length} {decode}"] = float(error)
+    return {"ok": max(errors.values()) <= TOLERANCES["bfloat16"], "errors": errors}
+
+
 def check_ragged() -> dict[str, Any]:
     """33 sequences of unequal lengths, some with several rows."""
     launcher, rng = _launcher(), np.random.default_rng(1)
@@ -178,8 +201,8 @@ def check_ragged() -> dict[str, Any]:
     return {"ok": max(errors.values()) <= TOLERANCES["bfloat16"], "errors": errors}
 
 
-PREFILLS = ("kernel", "wide", "split", "gather", "written")
-"""``wide`` is the kernel with two columns; ``written`` a gather of rows that were just written."""
+PREFILLS = ("kernel", "narrow", "split", "gather", "written")
+"""``narrow`` is the kernel with one column; ``written`` a gather of rows that were just written."""
 
 
 def check_prefill(jobs: int) -> dict[str, Any]:
@@ -196,7 +219,7 @@ def check_prefill(jobs: int) -> dict[str, Any]:
     ]
     # Without MLX's own products in float32, which are inexact on some GPUs.
     return _shares(
-        [c for c in cases if c.path in ("kernel", "wide", "split") or c.dtype != "float32"], jobs
+        [c for c in cases if c.path in ("kernel", "narrow", "split") or c.dtype != "float32"], jobs
     )
 
 
@@ -245,8 +268,8 @@ def prefill_share(
     expected = case.expected(params)
     if path == "written":
         write_step(case)
-    paths = {"written": "gather", "wide": "kernel"}
-    columns = 2 if path == "wide" else 1
+    paths = {"written": "gather", "narrow": "kernel"}
+    columns = 1 if path == "narrow" else None
     backend = KernelBackend(launcher, prefill=paths.get(path, path), columns=columns)
     error = np.abs(case.attend(backend, params) - expected)
     return float((error / (TOLERANCES[dtype] * (1 + np.abs(expected)))).max())
