@@ -35,7 +35,7 @@ from pagedmlx.engine.outputs import Job
 from pagedmlx.models.loader import LoadedModel
 from pagedmlx.ops.cascade import CascadePath
 from pagedmlx.ops.kernels import KernelBackend
-from scripts.report import note, numbers, save
+from scripts.report import note, numbers, save, save_so_far
 from scripts.shapes import load, make_engine
 
 NUM_ROUNDS = 5
@@ -269,6 +269,7 @@ def main() -> int:
     for name in names:
         report[name] = getattr(measurements, name)()
         note(f"{name}: {report[name]}")
+        save_so_far(report, options.json)
     save(report, options.json)
     return 0
 

@@ -31,7 +31,7 @@ from pagedmlx.ops.most_likely import MostLikely
 from pagedmlx.ops.variants import DecodePath
 from pagedmlx.sampling.greedy import most_likely
 from scripts.kernel_layers import CHAIN, ROUNDS, STEPS, Layers, Shape, best, measure_ceiling, normal
-from scripts.report import save
+from scripts.report import note, save, save_so_far
 from scripts.trace import trace
 
 MAIN = (
@@ -106,7 +106,8 @@ def main() -> int:
             result[name] = {"error": str(error)[:500]}
         mx.clear_cache()
         seconds = time.perf_counter() - start
-        print(f"{name} ({seconds:.0f} s): {result[name]}", file=sys.stderr, flush=True)
+        note(f"{name} ({seconds:.0f} s): {result[name]}")
+        save_so_far(result, options.json)
     save(result, options.json)
     failed = any(isinstance(part, dict) and "error" in part for part in result.values())
     return 1 if failed or not result.get("peak", {"ok": True}).get("ok") else 0

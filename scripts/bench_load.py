@@ -22,7 +22,7 @@ import numpy as np
 
 from scripts.compare.processes import RealRunError, Running, inspect
 from scripts.compare.traces import Job, Maker, tokens
-from scripts.report import note, save
+from scripts.report import note, save, save_so_far
 from scripts.shapes import SHAPES
 
 CASES: dict[str, tuple[tuple[int, ...], int]] = {
@@ -72,7 +72,6 @@ def main() -> int:
         note(f"mlx-lm: {error}")
         rest = {name: {"error": f"mlx-lm: {error}"} for name in cases if name not in theirs}
         report["cases"].update(rest)
-        save(report, options.json)
     for name in theirs:
         jobs = cases[name]
         try:
@@ -80,7 +79,8 @@ def main() -> int:
         except RealRunError as error:  # the other cases are still wanted
             report["cases"][name] = {"error": str(error), "mlx_lm": theirs[name]}
             note(f"{name}: {error}")
-        save(report, options.json)  # what is there so far, should a later case never end
+        save_so_far(report, options.json)
+    save(report, options.json)
     return 1 if any("error" in each for each in report["cases"].values()) else 0
 
 

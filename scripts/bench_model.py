@@ -42,7 +42,7 @@ from pagedmlx.ops.base import PagedBatch
 from pagedmlx.ops.cascade import CascadePath
 from pagedmlx.ops.kernels import KernelBackend
 from scripts.kernel_layers import measure_ceiling
-from scripts.report import note, numbers, save
+from scripts.report import note, numbers, save, save_so_far
 from scripts.shapes import load, make_engine
 from scripts.trace import trace
 
@@ -368,6 +368,7 @@ def main() -> int:
     for name in options.only.split(","):
         report[name] = sections[name](loaded)
         note(f"{name}: done")
+        save_so_far(report, options.json)
     save(report, options.json)
     return 0 if all(report.get(name, {"passed": True})["passed"] for name in CHECKS) else 1
 

@@ -33,7 +33,7 @@ from pagedmlx.ops.kernels import KernelBackend
 from pagedmlx.ops.launch import Launcher, MLXLauncher, gpu_platform
 from pagedmlx.ops.most_likely import MostLikely
 from pagedmlx.sampling.greedy import most_likely, num_different
-from scripts.report import save
+from scripts.report import note, save, save_so_far
 from tests.metal.cascades import SETTINGS
 from tests.metal.cases import covering_variants, every_variant
 from tests.metal.greedy import GreedyCase, every_case
@@ -80,7 +80,8 @@ def main() -> None:
             result[name] = {"ok": False, "error": str(error)[:2000]}
         seconds = time.perf_counter() - start
         summary = {key: value for key, value in result[name].items() if key != "deviations"}
-        print(f"{name} ({seconds:.0f} s): {summary}", file=sys.stderr, flush=True)
+        note(f"{name} ({seconds:.0f} s): {summary}")
+        save_so_far(result, options.json)
     result["ok"] = all(result[name]["ok"] for name in wanted)
     save(result, options.json)
     sys.exit(not result["ok"])

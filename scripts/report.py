@@ -36,6 +36,12 @@ def save(report: dict[str, Any], target: str) -> None:
     Path(file.name).replace(path)
 
 
+def save_so_far(report: dict[str, Any], target: str) -> None:
+    """The same, should the rest never end; standard output gets the whole report only."""
+    if target != "-":
+        save(report, target)
+
+
 def note(line: str) -> None:
     """Tell how far it is."""
     sys.stderr.write(f"{line}\n")

@@ -1,0 +1,27 @@
+"""The reports of scripts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scripts.report import save, save_so_far
+
+
+def test_what_is_there_so_far_is_in_the_file_and_only_the_whole_on_standard_output(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "report.json"
+    save_so_far({"first": 1}, str(path))
+    assert json.loads(path.read_text())["first"] == 1
+    save({"first": 1, "second": 2}, str(path))
+    assert json.loads(path.read_text())["second"] == 2
+    assert [each.name for each in tmp_path.iterdir()] == ["report.json"]
+    save_so_far({"first": 1}, "-")
+    assert capsys.readouterr().out == ""
+    save({"second": 2}, "-")
+    report = json.loads(capsys.readouterr().out)
+    assert report["second"] == 2
+    assert report["versions"]["mlx"]
