@@ -47,11 +47,6 @@ METAL_FUNC void set_pair(simdgroup_matrix<T, 8, 8>& matrix, const vec<T, W>& fir
   const uint halves = w % 2 == 0 ? 0x5410u : 0x7632u;
   matrix.elements.words[0] = __byte_perm(first.words[w / 2], second.words[w / 2], halves);
 }
-template <typename T, typename U, int W>
-METAL_FUNC void set_pair(simdgroup_matrix<T, 8, 8>& matrix, const vec<U, W>& first,
-                         const vec<U, W>& second, int w) {
-  put(matrix.elements, first[w], second[w]);
-}
 template <int W>
 METAL_FUNC void set_pair(simdgroup_matrix<float, 8, 8>& matrix, const vec<float, W>& first,
                          const vec<float, W>& second, int w) {
@@ -79,7 +74,7 @@ METAL_FUNC void set_inner(simdgroup_matrix<float, 8, 8>& matrix, const vec<float
 }
 
 #define TILE_ALIGNED alignas(16)
-#define TWO_TILES_BYTES (48 * 1024)
+#define TWO_TILES_BYTES (48 * 1024)  // what a kernel gets without asking for more
 
 // Elements of 16 bits are copied 8 at a time.
 struct alignas(16) copied_words {
@@ -176,7 +171,8 @@ METAL_FUNC uint4 load_transposed(const void* row) {
   return words;
 }
 
-// Of two tiles of 16 bits a matrix is made of neighbours of a row of K or V, as they are loaded so.
+// Two tiles of 16 bits are read by ldmatrix: there matrix w is made of the elements 8 w to 8 w + 7 of a
+// span.
 template <typename T, int W>
 struct two_tiles {
   uint4 words[W / 2];

@@ -26,7 +26,7 @@
 //          stats    (items, H, VECTORS, 2) float32, the largest score and the sum of weights
 // Grid     items * H threadgroups of SIMDGROUPS * 32 threads
 // Threadgroup memory: KEYS rows of K and of V, each with K_PAD and V_PAD more vectors of W elements;
-// in CUDA K has fewer, and where there is room all is there twice.
+// in CUDA K may have a padding of its own, and where there is room all is there twice.
 // Work of a threadgroup: VECTORS times the tokens that they see. The host bounds the
 // sum over a launch.
 // Numerics: products and sums in float32; softmax online, in powers of 2. Masked scores never meet

@@ -175,11 +175,15 @@ class ModelAdapter:
     def _can_compile(self) -> bool:
         return can_be_traced(self._model)
 
+    @cached_property
+    def _spans(self) -> LayerSpans:
+        return LayerSpans(layers_in_a_chain(self._model))
+
     def _compiled_for(self, store: KVStore, backend: PlansAhead) -> CompiledSteps:
         if self._compiled is None or self._compiled[0] is not store:
             self.drop_store()
-            spans = LayerSpans(layers_in_a_chain(self._model))
-            self._compiled = store, CompiledSteps(self._logits_of_tokens, backend, store, spans)
+            steps = CompiledSteps(self._logits_of_tokens, backend, store, self._spans)
+            self._compiled = store, steps
         return self._compiled[1]
 
     def _logits_of_tokens(self, batch: PagedBatch, store: KVStore) -> mx.array:

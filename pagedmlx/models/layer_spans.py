@@ -6,7 +6,6 @@ computes one span while MLX goes through the next.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -60,7 +59,7 @@ class LayerSpans:
             return hidden
 
         def end(x: mx.array, *_: Any, **__: Any) -> mx.array:
-            passed.append(x)
+            passed.append(x.reshape(x.shape))  # the model may change its own object in place
             return x
 
         with ExitStack() as undo:
@@ -160,17 +159,28 @@ class _Call:
 
 
 def _only_last_matters(model: nn.Module, layers: list[Any]) -> bool:
-    """Whether the logits depend on what the last layer gives, and not on any other one."""
+    """Whether each layer gets just what the one before gives, and logits come of the last one's.
 
-    def fill(x: mx.array, *_: Any, value: float, **__: Any) -> mx.array:
-        return mx.full(x.shape, value, x.dtype)
+    Layers are replaced by constants, once by these and once by others: an array that the model
+    changes in place, and results that it keeps aside, would show.
+    """
+    last, checks = len(layers) - 1, list[mx.array]()
 
-    with ExitStack() as undo:
-        for index in range(len(layers)):
-            value = math.nan if index < len(layers) - 1 else 0.0
-            undo.callback(_replace(layers, index, partial(fill, value=value)))
-        logits = lazy_logits(model, mx.zeros(1, mx.int32))
-    return logits is not None and not mx.isnan(logits).any().item()
+    def logits_of(sign: float) -> mx.array | None:
+        def constant(x: mx.array, *_: Any, index: int, **__: Any) -> mx.array:
+            if index:
+                checks.append((x == sign * index).all())
+            return mx.full(x.shape, 1.0 if index == last else sign * (index + 1), x.dtype)
+
+        with ExitStack() as undo:
+            for index in range(len(layers)):
+                undo.callback(_replace(layers, index, partial(constant, index=index)))
+            return lazy_logits(model, mx.zeros(1, mx.int32))
+
+    first, second = logits_of(1.0), logits_of(-1.0)
+    if first is None or second is None:
+        return False
+    return all(each.item() for each in [*checks, mx.array_equal(first, second, equal_nan=True)])
 
 
 def _is_chain(layers: list[Any], calls: list[_Call]) -> bool:

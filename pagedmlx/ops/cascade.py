@@ -230,7 +230,7 @@ def plan_cascade(
     for run in runs:
         lows[run.rows] = run.num_tokens
     own_tables = [tables[run.rows[0]] for run in runs]
-    # Few: decode.metal runs beside them, and merging takes longer the more there are. On CUDA.
+    # Few: decode.metal runs beside them, and more take longer to merge. Measured on CUDA.
     return Cascade(plan_runs(runs, own_tables, len(tables), variant, wave // 4), lows)
 
 

@@ -14,6 +14,8 @@ from pagedmlx.ops.sources import read_source
 
 MAX_THREADGROUP_BYTES = 32 * 1024
 """Threadgroup memory that every Apple GPU has."""
+CUDA_THREADGROUP_BYTES = 48 * 1024
+"""That a kernel of CUDA gets without asking for more; cuda_matrix.h relies on it too."""
 
 SIMD_WIDTH = 32
 
@@ -30,7 +32,7 @@ class Platform(StrEnum):
     @property
     def threadgroup_bytes(self) -> int:
         """Threadgroup memory that a kernel may take."""
-        return MAX_THREADGROUP_BYTES if self is Platform.METAL else 48 * 1024
+        return MAX_THREADGROUP_BYTES if self is Platform.METAL else CUDA_THREADGROUP_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,8 @@ class Kernel:
         source: The body of the function, in Metal's language.
         input_names: What the body calls its inputs.
         output_names: What it calls its outputs.
-        threadgroup_bytes: Threadgroup memory that it takes.
+        threadgroup_bytes: Threadgroup memory that it takes; on CUDA ``prefill.metal`` takes twice
+            that where there is room.
         headers: Files that go before it, and before few others.
         cuda_headers: Files that say in CUDA what only such texts use of Metal.
         strided: Whether it takes inputs as they lie in memory; others get copies where need be.
@@ -136,6 +139,11 @@ class MLXLauncher:
                 hint="--attention-backend gather does without, and please report it",
             ) from error
         return outputs
+
+    @property
+    def kernel_names(self) -> list[str]:
+        """Of the kernels that have been launched."""
+        return list(self._functions)
 
     def view(self, pool: mx.array) -> mx.array:
         """The first block: the same memory, which kernels index past.

@@ -17,16 +17,19 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
+from pagedmlx.core.batch import BatchArrays
 from pagedmlx.core.groups import KVGroupKind
 from pagedmlx.errors import UnsupportedModelError
 from pagedmlx.kv.layout import LayerShape
 from pagedmlx.kv.store import KVStore
 from pagedmlx.kv.writer import PoolWriter
 from pagedmlx.models.adapter import ModelAdapter
+from pagedmlx.models.compiled import MIN_USES
 from pagedmlx.models.layer_cache import HAND_OVER_LAYERS, LayerCache
 from pagedmlx.models.parts import RowLayout
 from pagedmlx.ops import make_backend
 from pagedmlx.ops.base import PagedBatch
+from pagedmlx.ops.gather import GatherBackend
 from tests.support.batches import make_batch
 from tests.support.paged_run import PagedRun
 from tests.support.tiny_models import (
@@ -291,3 +294,36 @@ def test_what_layers_have_stored_is_kept_by_none_of_them(
         adapter.forward(PagedBatch(host), store)
     assert len(num_kept) == 3
     assert max(num_kept) <= 2, "more than one layer's"
+
+
+class Ahead(GatherBackend):
+    """Plans nothing ahead of a step, but says so."""
+
+    arrays = (np.zeros(8, np.int32),)
+    shape = ()
+
+    def can_plan_ahead(self, host: BatchArrays) -> bool:
+        return True
+
+    def plan_ahead(self, batch: PagedBatch) -> Ahead:
+        return self
+
+    def follow(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("name", "num_graphs"), [("llama", 1), ("dbrx", 0)])
+def test_models_whose_code_looks_at_values_are_not_compiled(name: str, num_graphs: int) -> None:
+    loaded = tiny_model(name)
+    caches = make_prompt_cache(loaded.model)
+    expected = loaded.model(mx.array([[0]]), cache=caches)[0]
+    with ModelAdapter(loaded, Ahead(), block_size=4) as adapter:
+        store = KVStore(adapter.layout, (8,), writer=TokenWriter())
+        host = make_batch([(0, 1)], block_size=4, num_blocks=8, rng=np.random.default_rng(0))
+        host = replace(host, token_ids=np.zeros(1, np.int32))
+        for _ in range(MIN_USES + 1):
+            logits = adapter.forward(PagedBatch(host), store)
+            store.submit(logits)
+            np.testing.assert_allclose(np.array(logits), np.array(expected), rtol=1e-4, atol=1e-5)
+        found = adapter._compiled
+        assert num_graphs == (0 if found is None else len(found[1]._graphs))

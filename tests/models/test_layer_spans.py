@@ -131,7 +131,11 @@ def go(
     return body
 
 
-PLAIN = go(lambda state, index, layer, x, cache: layer(x, None, cache))
+def plain_step(state: Any, index: int, layer: Any, x: mx.array, cache: Any) -> mx.array:
+    return layer(x, None, cache)
+
+
+PLAIN = go(plain_step)
 MASKED = go(lambda state, index, layer, x, cache: layer(x, extra=state.shared, cache=cache))
 REFUSED = {
     "the first layer's result": go(
@@ -144,6 +148,9 @@ REFUSED = {
     "the first layer's result at the end": go(
         lambda state, index, layer, x, cache: layer(x, None, cache),
         end=lambda state, x: x + state.seen[0],
+    ),
+    "something added in place between layers": go(
+        lambda state, index, layer, x, cache: layer(x.__iadd__(1), None, cache)
     ),
     "something between layers": go(lambda state, index, layer, x, cache: layer(x + 1, None, cache)),
     "layers in another order": lambda layers, inputs, cache: PLAIN(layers[::-1], inputs, cache),
@@ -160,7 +167,12 @@ EMBEDDED = go(
 )
 
 
-@pytest.mark.parametrize("body", [PLAIN, MASKED, EMBEDDED])
+# Whatever follows the last layer is not the spans' business.
+SCALED = go(plain_step, end=lambda state, x: x.__imul__(3))
+NORMED = go(plain_step, end=lambda state, x: x / mx.sqrt((x * x).sum(-1, keepdims=True)))
+
+
+@pytest.mark.parametrize("body", [PLAIN, MASKED, EMBEDDED, SCALED, NORMED])
 def test_what_all_layers_are_given_is_no_result_of_one(body: Callable[..., mx.array]) -> None:
     model = Chain(body)
     spans = LayerSpans(layers_in_a_chain(model))
