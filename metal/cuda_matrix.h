@@ -111,49 +111,6 @@ METAL_FUNC void set_right(simdgroup_matrix<float, 8, 8>& right,
   }
 }
 
-template <typename T, int W, int TILES>
-struct keys_span {
-  vec<T, W> loads[TILES][2];
-
-  METAL_FUNC void load(const vec<T, W>* from, int row_loads, uint lane) {
-    UNROLL for (int i = 0; i < TILES; ++i) {
-      const vec<T, W>* mine = from + (i * 8 + matrix_row(lane)) * row_loads;
-      UNROLL for (int e = 0; e < 2; ++e) loads[i][e] = mine[matrix_column(lane) + e];
-    }
-  }
-  METAL_FUNC void set_left(simdgroup_matrix<T, 8, 8>* left, int w) {
-    UNROLL for (int i = 0; i < 2 * TILES; ++i) {
-      set_inner(left[i], loads[i % TILES][0], loads[i % TILES][1], w + i / TILES);
-    }
-  }
-  template <typename Q>
-  static METAL_FUNC void load_query(const Q* vector, const Q*, vec<Q, W>& first,
-                                    vec<Q, W>& second, uint lane) {
-    first = *reinterpret_cast<const vec<Q, W>*>(vector + right_row(lane, 0) * W);
-    second = *reinterpret_cast<const vec<Q, W>*>(vector + right_row(lane, 1) * W);
-  }
-  static constexpr int padding(int suggested) { return suggested; }
-};
-
-template <typename T, int W, int TILES>
-struct values_span {
-  vec<T, W> loads[TILES][2];
-
-  METAL_FUNC void load(const vec<T, W>* from, int row_loads, uint lane) {
-    UNROLL for (int i = 0; i < TILES; ++i) {
-      UNROLL for (int e = 0; e < 2; ++e) {
-        loads[i][e] = from[(i * 8 + matrix_column(lane) + e) * row_loads + matrix_row(lane)];
-      }
-    }
-  }
-  METAL_FUNC void set_left(simdgroup_matrix<T, 8, 8>* left, int w) {
-    UNROLL for (int i = 0; i < 2 * TILES; ++i) {
-      set_pair(left[i], loads[i / 2][0], loads[i / 2][1], w + i % 2);
-    }
-  }
-  static METAL_FUNC int place(int w, int row) { return row * W + w; }
-};
-
 // Four 8 x 8 matrices of 16 bits; lane i says where row i % 8 of matrix i / 8 lies, and gets two
 // neighbours of a row of each, as factors want them; or, transposed, of a column.
 METAL_FUNC uint4 load_matrices(const void* row) {
@@ -211,6 +168,10 @@ struct two_value_tiles : two_tiles<T, W> {
   }
   static METAL_FUNC int place(int w, int row) { return w * 8 + row; }
 };
+template <typename T, int W, int TILES>
+struct keys_span;
+template <typename T, int W, int TILES>
+struct values_span;
 template <int W>
 struct keys_span<__half, W, 2> : two_key_tiles<__half, W> {};
 template <int W>

@@ -48,65 +48,6 @@ METAL_FUNC void set_inner(thread simdgroup_matrix<float, 8, 8>& matrix, thread V
 #define TILE_ALIGNED
 #define TWO_TILES_BYTES 0
 
-// A span of K, 8 loads of W elements, of the tokens of TILES matrices: left factors of products that
-// sum along the span, with queries on their right.
-template <typename T, int W, int TILES>
-struct keys_span {
-  vec<T, W> loads[TILES][2];
-
-  // From the first token's first load; each token has so many.
-  METAL_FUNC void load(const threadgroup vec<T, W>* from, int row_loads, uint lane) thread {
-    UNROLL for (int i = 0; i < TILES; ++i) {
-      const threadgroup vec<T, W>* mine = from + (i * 8 + matrix_row(lane)) * row_loads;
-      UNROLL for (int e = 0; e < 2; ++e) loads[i][e] = mine[matrix_column(lane) + e];
-    }
-  }
-
-  // Matrix w of all tokens, then matrix w + 1.
-  METAL_FUNC void set_left(thread simdgroup_matrix<float, 8, 8>* left, int w) thread {
-    UNROLL for (int i = 0; i < 2 * TILES; ++i) {
-      set_inner(left[i], loads[i % TILES][0], loads[i % TILES][1], w + i / TILES);
-    }
-  }
-
-  // The span of a lane's query vectors, whose elements set_inner takes in the same order.
-  template <typename Q>
-  static METAL_FUNC void load_query(const device Q* first_vector, const device Q* second_vector,
-                                    thread vec<Q, W>& first, thread vec<Q, W>& second, uint lane) {
-    first = *reinterpret_cast<const device vec<Q, W>*>(first_vector + right_row(lane, 0) * W);
-    second = *reinterpret_cast<const device vec<Q, W>*>(second_vector + right_row(lane, 1) * W);
-  }
-
-  // Loads between tokens, of which the host suggests so many.
-  static constexpr int padding(int suggested) { return suggested; }
-};
-
-// A span of V, 8 loads of W elements, of the tokens of TILES matrices: left factors of products that
-// sum over tokens.
-template <typename T, int W, int TILES>
-struct values_span {
-  vec<T, W> loads[TILES][2];
-
-  // From the first token's first load; each token has so many.
-  METAL_FUNC void load(const threadgroup vec<T, W>* from, int row_loads, uint lane) thread {
-    UNROLL for (int i = 0; i < TILES; ++i) {
-      UNROLL for (int e = 0; e < 2; ++e) {
-        loads[i][e] = from[(i * 8 + matrix_column(lane) + e) * row_loads + matrix_row(lane)];
-      }
-    }
-  }
-
-  // Matrices w and w + 1, of all tokens.
-  METAL_FUNC void set_left(thread simdgroup_matrix<float, 8, 8>* left, int w) thread {
-    UNROLL for (int i = 0; i < 2 * TILES; ++i) {
-      set_pair(left[i], loads[i / 2][0], loads[i / 2][1], w + i % 2);
-    }
-  }
-
-  // The element of the span that a row of matrix w stands for.
-  static METAL_FUNC int place(int w, int row) { return row * W + w; }
-};
-
 // Sums become a right factor.
 METAL_FUNC void set_right(thread simdgroup_matrix<float, 8, 8>& right,
                           thread simdgroup_matrix<float, 8, 8>& sums) {
@@ -133,6 +74,66 @@ METAL_FUNC void multiply_four(thread simdgroup_matrix<float, 8, 8>& d0,
   multiply_two(d0, d1, a[2], a[3], b[1]);
 }
 #endif
+
+// A span of K, 8 loads of W elements, of the tokens of TILES matrices: left factors of products that
+// sum along the span, with queries on their right.
+template <typename T, int W, int TILES>
+struct keys_span {
+  vec<T, W> loads[TILES][2];
+
+  // From where the first token's first load lies in a tile; each token has so many.
+  template <typename Loads>
+  METAL_FUNC void load(Loads from, int row_loads, uint lane) thread {
+    UNROLL for (int i = 0; i < TILES; ++i) {
+      Loads mine = from + (i * 8 + matrix_row(lane)) * row_loads;
+      UNROLL for (int e = 0; e < 2; ++e) loads[i][e] = mine[matrix_column(lane) + e];
+    }
+  }
+
+  // Matrix w of all tokens, then matrix w + 1.
+  METAL_FUNC void set_left(thread simdgroup_matrix<OPERAND(T), 8, 8>* left, int w) thread {
+    UNROLL for (int i = 0; i < 2 * TILES; ++i) {
+      set_inner(left[i], loads[i % TILES][0], loads[i % TILES][1], w + i / TILES);
+    }
+  }
+
+  // The span of a lane's query vectors, whose elements set_inner takes in the same order.
+  template <typename Q>
+  static METAL_FUNC void load_query(const device Q* first_vector, const device Q* second_vector,
+                                    thread vec<Q, W>& first, thread vec<Q, W>& second, uint lane) {
+    first = *reinterpret_cast<const device vec<Q, W>*>(first_vector + right_row(lane, 0) * W);
+    second = *reinterpret_cast<const device vec<Q, W>*>(second_vector + right_row(lane, 1) * W);
+  }
+
+  // Loads between tokens, of which the host suggests so many.
+  static constexpr int padding(int suggested) { return suggested; }
+};
+
+// A span of V, 8 loads of W elements, of the tokens of TILES matrices: left factors of products that
+// sum over tokens.
+template <typename T, int W, int TILES>
+struct values_span {
+  vec<T, W> loads[TILES][2];
+
+  template <typename Loads>
+  METAL_FUNC void load(Loads from, int row_loads, uint lane) thread {
+    UNROLL for (int i = 0; i < TILES; ++i) {
+      UNROLL for (int e = 0; e < 2; ++e) {
+        loads[i][e] = from[(i * 8 + matrix_column(lane) + e) * row_loads + matrix_row(lane)];
+      }
+    }
+  }
+
+  // Matrices w and w + 1, of all tokens.
+  METAL_FUNC void set_left(thread simdgroup_matrix<OPERAND(T), 8, 8>* left, int w) thread {
+    UNROLL for (int i = 0; i < 2 * TILES; ++i) {
+      set_pair(left[i], loads[i / 2][0], loads[i / 2][1], w + i % 2);
+    }
+  }
+
+  // The element of the span that a row of matrix w stands for.
+  static METAL_FUNC int place(int w, int row) { return row * W + w; }
+};
 
 METAL_FUNC float max_of_column(float x) {
   x = max(x, simd_shuffle_xor(x, ushort(COLUMN_BIT_0)));
