@@ -113,20 +113,16 @@ METAL_FUNC void set_right(simdgroup_matrix<float, 8, 8>& right,
 
 // Four 8 x 8 matrices of 16 bits; lane i says where row i % 8 of matrix i / 8 lies, and gets two
 // neighbours of a row of each, as factors want them; or, transposed, of a column.
-METAL_FUNC uint4 load_matrices(const void* row) {
-  uint4 words;
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
-               : "r"(uint(__cvta_generic_to_shared(row))));
-  return words;
-}
-METAL_FUNC uint4 load_transposed(const void* row) {
-  uint4 words;
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
-               : "r"(uint(__cvta_generic_to_shared(row))));
-  return words;
-}
+#define LOAD_MATRICES(NAME, TRANSPOSED)                                                      \
+  METAL_FUNC uint4 NAME(const void* row) {                                                   \
+    uint4 words;                                                                             \
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4" TRANSPOSED ".shared.b16 {%0, %1, %2, %3}, [%4];" \
+                 : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)                \
+                 : "r"(uint(__cvta_generic_to_shared(row))));                                \
+    return words;                                                                            \
+  }
+LOAD_MATRICES(load_matrices, "")
+LOAD_MATRICES(load_transposed, ".trans")
 
 // Two tiles of 16 bits are read by ldmatrix: there matrix w is made of the elements 8 w to 8 w + 7 of a
 // span.

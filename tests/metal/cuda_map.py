@@ -101,10 +101,6 @@ METAL_FUNC void tensor_product(vec<float, 2>& d0, vec<float, 2>& d1, uint a0, ui
 """
 
 
-def _ldmatrix(found: re.Match[str]) -> str:
-    return f"words = ldmatrix({found[2]}, {'true' if found[1] else 'false'});"
-
-
 # What the text has of CUDA's own, and what it becomes; all of it must be there.
 _CHANGES = (
     # The shim's matrix and vectors serve.
@@ -119,8 +115,7 @@ _CHANGES = (
     (r"^#define TENSOR_PRODUCT\(.*?^TENSOR_PRODUCT[^\n]*\n^TENSOR_PRODUCT[^\n]*$", ""),
     (r'asm volatile\("movmatrix\.sync\.aligned\.m8n8\.trans\.b16 %0, %1;"\n'
      r': "=r"\((.*?)\) : "r"\((.*?)\)\);', r"\1 = movmatrix(\2);"),
-    (r'asm volatile\("ldmatrix\.sync\.aligned\.m8n8\.x4\.(trans)?\.?shared\.b16 [^;]*;"\n'
-     r'[^;]*: "r"\(uint\(__cvta_generic_to_shared\((\w+)\)\)\)\);', _ldmatrix),
+    (r'asm volatile\("ldmatrix[^;]*;"[^;]*;', "words = ldmatrix(row, sizeof(TRANSPOSED) > 1);"),
     # The shim has a product of that name.
     (r"\bsimdgroup_multiply_accumulate\(", "cuda_multiply_accumulate("),
 )  # fmt: skip
