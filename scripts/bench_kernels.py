@@ -24,6 +24,7 @@ from pagedmlx.engine.memory import device_memory_bytes
 from pagedmlx.kv.layout import AxisOrder
 from pagedmlx.kv.writer import NewRows, Rope
 from pagedmlx.models.compiled import CompiledSteps
+from pagedmlx.models.hand_over import HandOver
 from pagedmlx.models.layer_spans import LayerSpans
 from pagedmlx.ops.base import PagedBatch
 from pagedmlx.ops.launch import MLXLauncher, gpu_platform
@@ -154,7 +155,11 @@ def measure_decode(
     }
     store = layers.store
     compiled = CompiledSteps(
-        lambda batch, _: layers.chain(batch, write), layers.backend, store, LayerSpans([])
+        lambda batch, _: layers.chain(batch, write),
+        layers.backend,
+        store,
+        LayerSpans([]),
+        HandOver(),
     )
 
     @mx.compile

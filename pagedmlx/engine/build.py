@@ -17,6 +17,7 @@ from pagedmlx.engine.inputs import EngineLimits
 from pagedmlx.engine.limits import MemoryLimits
 from pagedmlx.engine.memory import (
     OVERSHOOT,
+    RUNNING_AHEAD,
     PoolPlan,
     device_memory_bytes,
     fit_chunk,
@@ -114,6 +115,8 @@ def build_engine(
             attention += tune(adapter.backend, config.max_chunk, limits.max_model_len)
         memory_limits = MemoryLimits(None if limit is None else limit - headroom // OVERSHOOT)
         undo.callback(memory_limits.undo)
+        needed = headroom // RUNNING_AHEAD
+        adapter.hand_over.memory_is_short = lambda: not MemoryLimits.leaves(needed)
         on_progress("allocating the pool", None)
         config = replace(config, max_num_seqs=plan.max_num_seqs)
         embedding = loaded.embedding

@@ -31,6 +31,12 @@ class MemoryLimits:
         if limit_bytes is not None:
             _MEMORY.hold(self, limit_bytes)
 
+    @staticmethod
+    def leaves(num_bytes: int) -> bool:
+        """Whether so much can be allocated within the limit in force, if any."""
+        limit = _MEMORY.newest
+        return limit is None or mx.get_active_memory() + num_bytes <= limit
+
     def undo(self) -> None:
         """Say no more of the limits; idempotent."""
         _MEMORY.let_go(self)
@@ -51,6 +57,11 @@ class _Limit:
         # Engines of one process may load and close on their own threads.
         self._lock = threading.Lock()
 
+    @property
+    def newest(self) -> int | None:
+        """The value in force; None is MLX's own."""
+        return next(reversed(self._held.values()), None)
+
     def hold(self, holder: MemoryLimits, value: int) -> None:
         with self._lock:
             before = self._change(value)
@@ -61,7 +72,7 @@ class _Limit:
     def let_go(self, holder: MemoryLimits) -> None:
         with self._lock:
             if self._held.pop(holder, None) is not None:
-                self._change(next(reversed(self._held.values()), self._own))
+                self._change(self._own if self.newest is None else self.newest)
 
 
 # MLX has one of each for the process, and so who holds it must be known in all of it.

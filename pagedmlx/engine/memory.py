@@ -35,7 +35,8 @@ at least so many tokens."""
 
 CPU_HEADROOM_BYTES = 1 << 30
 
-_RUNNING_AHEAD = 2
+RUNNING_AHEAD = 2
+"""The host goes on with the next layers while the device computes some: twice their memory."""
 
 SMALL_CHUNK = 512
 """Tokens of a prompt in a step where more of them would take much memory."""
@@ -44,7 +45,8 @@ MIN_STEP_TOKENS = 64
 """Steps are made no smaller than that to leave more memory to the pool."""
 
 OVERSHOOT = 16
-"""MLX exceeds its limit by less than this part of a step's memory."""
+"""MLX exceeds its limit by less than this part of a step's memory, where not all of that is on its
+way at once."""
 
 STATE_ONLY_TOKENS = 1 << 20
 """Tokens that the pool counts for a model that keeps no K and V: its blocks take no memory."""
@@ -118,7 +120,7 @@ def fit_step(
     num_tokens, chunk = config.max_num_batched_tokens, config.max_chunk
     needed = measure(chunk)
     while True:
-        headroom = _RUNNING_AHEAD * -(-needed * num_tokens // chunk)
+        headroom = RUNNING_AHEAD * -(-needed * num_tokens // chunk)
         if 2 * headroom <= spare_bytes or num_tokens <= MIN_STEP_TOKENS:
             break
         num_tokens = max(num_tokens // 2, MIN_STEP_TOKENS)
@@ -155,18 +157,20 @@ def fit_step_to_device(
 def _measure_chunk(adapter: ModelAdapter, num_rows: int, writer: PoolWriter) -> int:
     """Bytes that a chunk needs besides weights and pool.
 
-    MLX waits for the device meanwhile, so that it is what a step can't do without; with as much
-    again it can run ahead a little.
+    The host waits for the device whenever it has handed over layers, so that it is what a step
+    can't do without; with as much again it can run ahead.
     """
     adapter.rest()
     mx.clear_cache()
     mx.reset_peak_memory()
     before = mx.get_active_memory()
     limits = MemoryLimits(before)
+    is_short, adapter.hand_over.memory_is_short = adapter.hand_over.memory_is_short, lambda: True
     try:
         run_dummy_chunk(adapter, num_rows, writer)
     finally:
         limits.undo()
+        adapter.hand_over.memory_is_short = is_short
     peak = mx.get_peak_memory() - before
     mx.clear_cache()
     return peak

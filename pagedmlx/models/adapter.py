@@ -20,6 +20,7 @@ from pagedmlx.models.cache_tree import read_caches
 from pagedmlx.models.compiled import CompiledSteps, PlansAhead
 from pagedmlx.models.deferred_rope import DeferredRopes, find_deferrable_ropes
 from pagedmlx.models.dry_run import can_be_traced
+from pagedmlx.models.hand_over import HandOver
 from pagedmlx.models.hook import install_hook
 from pagedmlx.models.layer_cache import GroupRows, LayerCache
 from pagedmlx.models.layer_spans import LayerSpans, layers_in_a_chain
@@ -73,6 +74,7 @@ class ModelAdapter:
     Attributes:
         loaded: The model.
         backend: As given.
+        hand_over: Gives the device what there is of a step.
         layout: Groups and shapes of the pool that ``forward`` expects.
         row_layout: How tokens are laid out for the model: the first way that suits it.
         reads_gathers: Whether the model reads K and V itself, at least in some layer.
@@ -94,6 +96,7 @@ class ModelAdapter:
     ) -> None:
         self.loaded = loaded
         self.backend = backend
+        self.hand_over = HandOver()
         self._model: Any = loaded.model
         self._compiled: tuple[KVStore, CompiledSteps] | None = None
         self._ropes: DeferredRopes | None = None
@@ -182,8 +185,10 @@ class ModelAdapter:
     def _compiled_for(self, store: KVStore, backend: PlansAhead) -> CompiledSteps:
         if self._compiled is None or self._compiled[0] is not store:
             self.drop_store()
-            steps = CompiledSteps(self._logits_of_tokens, backend, store, self._spans)
-            self._compiled = store, steps
+            self._compiled = (
+                store,
+                CompiledSteps(self._logits_of_tokens, backend, store, self._spans, self.hand_over),
+            )
         return self._compiled[1]
 
     def _logits_of_tokens(self, batch: PagedBatch, store: KVStore) -> mx.array:
@@ -228,7 +233,7 @@ class ModelAdapter:
         """Call the model once."""
         caches: list[Any] = [None] * len(self._tree.kinds)
         for index, group in enumerate(self.layout.groups):
-            rows = GroupRows(store, self.backend, part, index, group.window, ropes)
+            rows = GroupRows(store, self.backend, part, index, group.window, ropes, self.hand_over)
             for layer in group.layers:
                 caches[layer] = LayerCache(layer, rows)
         states = self._take_states(part, store, caches)

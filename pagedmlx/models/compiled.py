@@ -17,6 +17,7 @@ import numpy as np
 
 from pagedmlx.core.batch import NO_BLOCK, BatchArrays, Int32Array
 from pagedmlx.kv.store import KVStore
+from pagedmlx.models.hand_over import HandOver
 from pagedmlx.models.layer_spans import LayerSpans
 from pagedmlx.ops.base import PagedBatch
 from pagedmlx.ops.launch import MIN_ELEMENTS
@@ -73,6 +74,7 @@ class CompiledSteps:
         backend: Plans ahead.
         store: The pool, updated in place.
         spans: Of the model's layers.
+        hand_over: Gives the device each span.
     """
 
     def __init__(
@@ -81,11 +83,13 @@ class CompiledSteps:
         backend: PlansAhead,
         store: KVStore,
         spans: LayerSpans,
+        hand_over: HandOver,
     ) -> None:
         self._run = run
         self._backend = backend
         self._store = store
         self._spans = spans
+        self._hand_over = hand_over
         self._graphs: OrderedDict[tuple[object, ...], list[Graph]] = OrderedDict()
         self._uses: OrderedDict[tuple[object, ...], int] = OrderedDict()
 
@@ -108,7 +112,7 @@ class CompiledSteps:
         hidden = token_ids  # the first layers look at no others
         for number, graph in enumerate(graphs):
             if number:
-                mx.async_eval(hidden)
+                self._hand_over.give(hidden)
             hidden, token = graph(token_ids, packed, hidden, self._store.token)
             self._store.wrote(token)
         return hidden

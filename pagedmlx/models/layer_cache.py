@@ -12,15 +12,11 @@ import mlx.core as mx
 from pagedmlx.kv.store import KVStore
 from pagedmlx.kv.writer import NewRows, Rope
 from pagedmlx.models.deferred_rope import DeferredRopes, not_rotated
+from pagedmlx.models.hand_over import HandOver
 from pagedmlx.models.parts import Part
 from pagedmlx.models.survey import stand_ins
 from pagedmlx.ops.base import AttentionBackend, AttentionParams
 from pagedmlx.ops.context import Context, find_context
-
-HAND_OVER_LAYERS = 4
-"""At every so many layers, the first one among them, the device is given what there is so far.
-
-On an H200, four of the 8B shape are half of the launches that MLX hands over together."""
 
 
 class GroupRows:
@@ -33,6 +29,7 @@ class GroupRows:
         group: Index of the KV group.
         window: Tokens that a query sees, itself included; None is all.
         ropes: Know of queries and keys that are not rotated yet.
+        hand_over: Gives the device what there is of the step.
     """
 
     def __init__(
@@ -43,6 +40,7 @@ class GroupRows:
         group: int,
         window: int | None,
         ropes: DeferredRopes,
+        hand_over: HandOver,
     ) -> None:
         self.store = store
         self.backend = backend
@@ -50,6 +48,7 @@ class GroupRows:
         self.group = group
         self.window = window
         self.ropes = ropes
+        self._hand_over = hand_over
         self._hands_over = store.updates_in_place and not part.gathers and not part.batch.is_traced
         self._contexts: dict[int | None, Context] = {}
         self._no_mask: mx.array | None = None
@@ -79,8 +78,8 @@ class GroupRows:
             layer: After its attention.
             output: What that has come to.
         """
-        if self._hands_over and layer % HAND_OVER_LAYERS == 0:
-            mx.async_eval(output)
+        if self._hands_over:
+            self._hand_over.layer(layer, self.part.batch.num_rows, output)
 
     def no_mask(self) -> mx.array:
         """(S, 1, 1, 1) bool that masks nothing, for models that insist on an array."""

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
 from pagedmlx.config import EngineConfig
-from pagedmlx.engine import memory
+from pagedmlx.engine import build, memory
 from pagedmlx.engine.limits import MemoryLimits
 from pagedmlx.engine.memory import memory_limit
+from pagedmlx.kv.writer import PoolWriter
+from pagedmlx.models.adapter import ModelAdapter
+from pagedmlx.ops import make_backend
+from pagedmlx.progress import ignore_progress
+from tests.support.tiny_models import tiny_model
+from tests.support.token_writer import TokenWriter
+from tests.support.tokenizers import byte_tokenizer
 
 GIB = 1 << 30
 
@@ -94,3 +102,61 @@ def test_the_limit_is_the_share_and_what_others_use(
 
 def test_on_the_cpu_there_is_none() -> None:
     assert memory_limit(EngineConfig(), GIB) is None
+
+
+def test_what_can_be_allocated_is_up_to_the_newest_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mx, "get_active_memory", lambda: 3 * GIB)
+    assert MemoryLimits.leaves(100 * GIB)
+    first = MemoryLimits(4 * GIB)
+    assert MemoryLimits.leaves(GIB)
+    assert not MemoryLimits.leaves(GIB + 1)
+    second = MemoryLimits(6 * GIB)
+    assert MemoryLimits.leaves(3 * GIB)
+    second.undo()
+    assert not MemoryLimits.leaves(GIB + 1)
+    first.undo()
+    assert MemoryLimits.leaves(100 * GIB)
+
+
+@pytest.mark.parametrize(("spare", "is_short"), [(0, False), (-1, True)])
+def test_an_engine_waits_for_the_device_where_the_next_layers_would_not_fit(
+    spare: int, is_short: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    active, needed = 3 * GIB, GIB
+    headroom = build.RUNNING_AHEAD * needed
+    limit = active + needed + headroom // build.OVERSHOOT + spare
+    monkeypatch.setattr(build, "memory_limit", lambda *_: limit)
+    monkeypatch.setattr(build, "fit_step_to_device", lambda config, *_: (config, headroom))
+    engine = build.build_engine(
+        tiny_model(), byte_tokenizer(), EngineConfig(), on_progress=ignore_progress
+    )
+    runner: Any = engine._runner  # to close it would take this thread's streams along
+    try:
+        monkeypatch.setattr(mx, "get_active_memory", lambda: active)
+        assert runner._adapter.hand_over.memory_is_short() is is_short
+    finally:
+        runner._adapter.close()
+        runner._on_close()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_while_a_chunk_is_measured_memory_is_short(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+
+    def run_dummy_chunk(adapter: ModelAdapter, num_rows: int, _: PoolWriter) -> None:
+        seen.append(adapter.hand_over.memory_is_short())
+        assert num_rows == 64
+        if fails:
+            raise MemoryError
+
+    monkeypatch.setattr(memory, "run_dummy_chunk", run_dummy_chunk)
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    config = EngineConfig(prefill_chunk_size=64, max_num_batched_tokens=64)
+    with ModelAdapter(tiny_model(), make_backend("auto")) as adapter:
+        before = adapter.hand_over.memory_is_short
+        with pytest.raises(MemoryError) if fails else nullcontext():
+            memory.fit_step_to_device(config, adapter, TokenWriter(), 0)
+        assert adapter.hand_over.memory_is_short is before
+    assert seen == [True]

@@ -25,7 +25,8 @@ from pagedmlx.kv.store import KVStore
 from pagedmlx.kv.writer import PoolWriter
 from pagedmlx.models.adapter import ModelAdapter
 from pagedmlx.models.compiled import MIN_USES
-from pagedmlx.models.layer_cache import HAND_OVER_LAYERS, LayerCache
+from pagedmlx.models.hand_over import HAND_OVER_LAYERS, LARGE_ROWS
+from pagedmlx.models.layer_cache import LayerCache
 from pagedmlx.models.parts import RowLayout
 from pagedmlx.ops import make_backend
 from pagedmlx.ops.base import PagedBatch
@@ -249,6 +250,15 @@ def test_a_refusal_or_a_close_leaves_mlx_lm_as_it_was() -> None:
     assert llama.scaled_dot_product_attention is original
 
 
+NUM_BLOCKS = 80
+
+
+def rows_of(num_rows: int) -> BatchArrays:
+    """A prompt of so many tokens."""
+    rng = np.random.default_rng(0)
+    return make_batch([(0, num_rows)], block_size=4, num_blocks=NUM_BLOCKS, rng=rng)
+
+
 def test_a_gpu_begins_with_the_first_layers_while_the_graph_of_others_is_built(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -256,17 +266,44 @@ def test_a_gpu_begins_with_the_first_layers_while_the_graph_of_others_is_built(
     loaded = replace(tiny_model(), model=build_model(config))
     handed: list[tuple[int, ...]] = []
     monkeypatch.setattr(mx, "async_eval", lambda *arrays: handed.extend(a.shape for a in arrays))
-    for writer, num_times, is_traced in (
-        (None, 0, False),
-        (TokenWriter(), 3, False),
-        (TokenWriter(), 0, True),
+    many = LARGE_ROWS + 1
+    for writer, num_rows, num_times, is_traced in (
+        (None, 5, 0, False),
+        (TokenWriter(), 5, 3, False),
+        (TokenWriter(), 5, 0, True),
+        (TokenWriter(), LARGE_ROWS, 3, False),
+        (TokenWriter(), many, config["num_hidden_layers"], False),
+        (TokenWriter(), many, 0, True),
+        (None, many, 0, False),
     ):
         handed.clear()
         with ModelAdapter(loaded, make_backend("auto"), block_size=4) as adapter:
-            store = KVStore(adapter.layout, (8,), writer=writer)
-            host = make_batch([(0, 5)], block_size=4, num_blocks=8, rng=np.random.default_rng(0))
+            host = rows_of(num_rows)
+            store = KVStore(adapter.layout, (NUM_BLOCKS,), writer=writer)
             adapter.forward(PagedBatch(host, is_traced=is_traced), store)
-        assert [shape[0] for shape in handed] == [5] * num_times
+        assert [shape[0] for shape in handed] == [num_rows] * num_times
+
+
+def test_what_was_handed_over_is_waited_for_where_memory_is_short(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = {**CONFIGS["llama"], "num_hidden_layers": 2 * HAND_OVER_LAYERS + 1}
+    loaded = replace(tiny_model(), model=build_model(config))
+    order: list[str] = []
+    monkeypatch.setattr(mx, "async_eval", lambda *_: order.append("given"))
+    monkeypatch.setattr(mx, "synchronize", lambda *_: order.append("waited"))
+    answers = iter((False, True, False))
+
+    def is_short() -> bool:
+        order.append("asked")
+        return next(answers)
+
+    with ModelAdapter(loaded, make_backend("auto"), block_size=4) as adapter:
+        adapter.hand_over.memory_is_short = is_short
+        store = KVStore(adapter.layout, (NUM_BLOCKS,), writer=TokenWriter())
+        order.clear()
+        adapter.forward(PagedBatch(rows_of(5)), store)
+    assert order == [*2 * ["given", "asked"], "waited", "given", "asked"]
 
 
 @pytest.mark.parametrize("writer", [TokenWriter(), RotatingTokenWriter()])

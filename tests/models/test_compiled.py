@@ -14,6 +14,7 @@ import pytest
 
 from pagedmlx.core.batch import PooledRows
 from pagedmlx.models.compiled import MAX_GRAPHS, MIN_USES, CompiledSteps
+from pagedmlx.models.hand_over import HandOver
 from pagedmlx.models.layer_spans import LayerSpans
 from pagedmlx.ops.base import PagedBatch
 from tests.support.batches import make_batch
@@ -63,7 +64,9 @@ class Decoding:
         self.fails = False
         self.pool = mx.zeros(8, mx.int32)
         self.layers: list[Any] = [lambda x: x[:, None] + 1, *3 * [lambda x: x * 1]]
-        self.compiled = CompiledSteps(self.run, self.backend, self.store, LayerSpans(self.layers))
+        self.compiled = CompiledSteps(
+            self.run, self.backend, self.store, LayerSpans(self.layers), HandOver()
+        )
 
     def run(self, batch: PagedBatch, store: Any) -> mx.array:
         self.num_runs += 1

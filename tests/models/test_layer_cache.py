@@ -8,6 +8,7 @@ from pagedmlx.core.groups import KVGroup, KVGroupKind
 from pagedmlx.kv.layout import KVLayout, LayerShape
 from pagedmlx.kv.store import KVStore
 from pagedmlx.models.deferred_rope import DeferredRopes
+from pagedmlx.models.hand_over import HandOver
 from pagedmlx.models.layer_cache import GroupRows, LayerCache
 from pagedmlx.models.parts import token_rows
 from pagedmlx.ops import make_backend
@@ -33,7 +34,7 @@ class Step:
         self.host = make_batch(SPANS, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, rng=rng)
         self.store = KVStore(layout, (NUM_BLOCKS,), fill=float("nan"))
         part, backend = token_rows(PagedBatch(self.host)), make_backend("auto")
-        rows = GroupRows(self.store, backend, part, 0, window, DeferredRopes())
+        rows = GroupRows(self.store, backend, part, 0, window, DeferredRopes(), HandOver())
         self.cache = LayerCache(0, rows)
         num_rows = self.host.num_rows
         self.keys = rng.normal(size=(num_rows, HEADS, 1, K_DIM)).astype(np.float32)
