@@ -64,53 +64,34 @@ class Measurements:
         self._vocab_size = int(loaded.config["vocab_size"])
 
     def gap(self) -> dict[str, Any]:
-        """Longest time between tokens of a stream, alone and beside a long prompt."""
+        """Longest time between tokens of a stream, alone and beside a long prompt, twice."""
         rows: dict[str, Any] = {}
         for bound_ms in self._bounds_ms:
             with self._engine(num_tokens=20_000, max_stream_gap_ms=bound_ms) as engine:
-                rows[str(bound_ms)] = row = self._one_gap(engine)
-                row["times_bound"] = row["longest_gap_ms"] / bound_ms
-                note(f"gap, at most {bound_ms} ms: {row}")
+                rows[str(bound_ms)] = row = self._gaps(engine)
+            for each in ("first", "again"):
+                row[each]["times_bound"] = row[each]["longest_ms"] / bound_ms
+            note(f"gap, at most {bound_ms} ms: {row}")
         return rows
 
-    def _one_gap(self, engine: Engine) -> dict[str, Any]:
-        # What is made at the first use of large steps isn't what is measured.
+    def _gaps(self, engine: Engine) -> dict[str, Any]:
+        # What is made at the first use of any large step isn't what is measured.
         self._first_token(engine, "warm-up", self._prompt(1000))
-        add(engine, "stream", self._prompt(64), max_tokens=self._scaled(4000))
-        moments: list[float] = []
-        chunks: list[int] = []
-
-        def run(until: Callable[[], bool]) -> None:
-            while engine.has_unfinished and not until():
-                oldest = next(iter(engine._under_way), None)
-                for event in engine.step():
-                    now = time.perf_counter()
-                    came.setdefault(event.request_id, now)
-                    if event.request_id == "stream":
-                        moments.extend([now] * len(event.token_ids))
-                        chunks.append(0 if oldest is None else oldest.num_prompt_tokens)
-
-        came: dict[str, float] = {}
-        run(lambda: len(moments) >= 64)
-        alone = gaps_ms(moments[16:])
-        moments = moments[-1:]
-        chunks.clear()
-        prompt = self._prompt(16_384)
-        start, num_steps = time.perf_counter(), engine.stats().num_steps
-        add(engine, "prompt", prompt, max_tokens=2)
-        run(lambda: "prompt" in came)
-        beside = gaps_ms(moments)
-        slowest = sorted(zip(beside, chunks, strict=True), reverse=True)[:NUM_SLOWEST]
-        return {
-            "longest_gap_ms": max(beside),
-            "median_gap_ms": median(beside),
-            "alone_median_ms": median(alone),
-            "alone_longest_ms": max(alone),
-            "prompt_tokens": len(prompt),
-            "prompt_ttft_s": came["prompt"] - start,
-            "num_steps": engine.stats().num_steps - num_steps,
-            "slowest_ms_and_prompt_tokens": slowest,
-        }
+        stream = Stream(engine)
+        add(engine, Stream.name, self._prompt(64), max_tokens=self._scaled(4000))
+        stream.run(lambda: len(stream.moments) >= 64)
+        row: dict[str, Any] = {"alone": stream.summary()}
+        for each in ("first", "again"):
+            prompt = self._prompt(16_384)
+            start = time.perf_counter()
+            add(engine, each, prompt, max_tokens=2)
+            stream.run(lambda name=each: name in stream.came)
+            row[each] = {
+                "prompt_tokens": len(prompt),
+                "prompt_ttft_s": stream.came[each] - start,
+                **stream.summary(),
+            }
+        return row
 
     def warm(self) -> dict[str, Any]:
         """Time to the first token of 4,096 tokens, none or 4,000 of them in the prefix cache."""
@@ -216,6 +197,49 @@ class Measurements:
         return max(2, int(length * self._scale))
 
 
+class Stream:
+    """The times of a running request's tokens, and of what comes beside it.
+
+    Attributes:
+        moments: When its tokens came, the last one of the summary before among them.
+        came: When each request's first token came.
+    """
+
+    name = "stream"
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._num_prompt_tokens: list[int | None] = []
+        self.moments: list[float] = []
+        self.came: dict[str, float] = {}
+
+    def run(self, until: Callable[[], bool]) -> None:
+        """Take steps."""
+        while self._engine.has_unfinished and not until():
+            oldest = next(iter(self._engine._under_way), None)
+            for event in self._engine.step():
+                now = time.perf_counter()
+                self.came.setdefault(event.request_id, now)
+                if event.request_id == self.name:
+                    self.moments.extend([now] * len(event.token_ids))
+                    self._num_prompt_tokens.append(oldest.num_prompt_tokens if oldest else None)
+
+    def summary(self) -> dict[str, Any]:
+        """Of the tokens since the summary before.
+
+        With the slowest is said how many tokens of prompts their step had, where steps overlap.
+        """
+        gaps = [1e3 * (b - a) for a, b in itertools.pairwise(self.moments)]
+        steps = zip(gaps, self._num_prompt_tokens[-len(gaps) :], strict=True)
+        self.moments = self.moments[-1:]
+        return {
+            "longest_ms": max(gaps),
+            "median_ms": median(gaps),
+            "num_steps": len(gaps),
+            "slowest_ms_and_prompt_tokens": sorted(steps, key=lambda step: -step[0])[:NUM_SLOWEST],
+        }
+
+
 def alternate(engine: Engine, backend: KernelBackend) -> dict[str, Any]:
     """Turns of decode steps in both ways; milliseconds of a step."""
     cascades: Any = backend._planner.cascades
@@ -246,11 +270,6 @@ def add(engine: Engine, name: str, prompt: list[int], *, max_tokens: int, n: int
     """A greedy request."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, n=n)
     engine.add_request(Job(prompt_token_ids=prompt, sampling_params=params, request_id=name))
-
-
-def gaps_ms(moments: list[float]) -> list[float]:
-    """Milliseconds between moments."""
-    return [1e3 * (b - a) for a, b in itertools.pairwise(moments)]
 
 
 def main() -> int:

@@ -26,12 +26,13 @@ def with_length(array: mx.array, length: int, fill: float) -> mx.array:
     Raises:
         RuntimeError: The device has no memory for it.
     """
-    extra = length - array.shape[0]
-    if extra == 0:
+    num_kept = array.shape[0]
+    if length == num_kept:
         return array
-    if extra > 0:
-        more = mx.full((extra, *array.shape[1:]), fill, array.dtype)
-        changed = mx.concatenate([array, more])
+    if length > num_kept:
+        # To join it with what is new would allocate that twice.
+        changed = mx.full((length, *array.shape[1:]), fill, array.dtype)
+        changed[:num_kept] = array
     else:
         # A slice would keep the whole array.
         changed = mx.take(array, mx.arange(length), axis=0)

@@ -72,8 +72,8 @@ def test_the_pool_is_as_large_as_its_blocks_need_and_grows_by_one_array_at_a_tim
         assert store.num_blocks == [slabs * NUM_BLOCKS // 8]
         assert store.num_bytes == slabs * slab_bytes
         larger = max(before, mx.get_active_memory())
-        # The new array, and what it is made longer by.
-        assert mx.get_peak_memory() - larger <= 2 * ARRAY_BYTES + room
+        # One array is there twice, long and short.
+        assert mx.get_peak_memory() - larger <= ARRAY_BYTES + room
         assert abs(mx.get_active_memory() - baseline - slabs * slab_bytes) < room
     mx.clear_cache()
 
