@@ -5,7 +5,8 @@
 Each case runs twice, because much is compiled when it is used for the first time: the first time
 after a few short requests, and once more. mlx-lm goes first, in one process for all cases.
 pagedmlx gets less than a quarter of the memory that mlx-lm took above the weights, for the pool and
-all that a step needs, in a process for each case. The case ``cliff`` also runs one after another.
+all that a step needs, in a process for each case, because what it measures at load depends on that.
+The case ``cliff`` also runs one after another.
 """
 
 from __future__ import annotations
@@ -47,6 +48,11 @@ def main() -> int:
     add("--json", required=True, metavar="FILE", help="report, written after each case")
     add("--cases", default=",".join((*CASES, CHAT)))
     add("--rows", type=int, metavar="N", help="most tokens that a step of pagedmlx computes")
+    add(
+        "--together",
+        action="store_true",
+        help="load pagedmlx for all cases at once: sooner, where there is memory for it",
+    )
     add("--once", action="store_true", help="the first time only")
     add("--scale", type=float, default=1.0, help="of all lengths; for tests")
     options = parser.parse_args()
@@ -72,10 +78,16 @@ def main() -> int:
         note(f"mlx-lm: {error}")
         rest = {name: {"error": f"mlx-lm: {error}"} for name in cases if name not in theirs}
         report["cases"].update(rest)
-    for name in theirs:
-        jobs = cases[name]
+    ours = {
+        name: Ours(common, settings, cases[name], theirs[name], one_by_one=name == "cliff")
+        for name in theirs
+    }
+    if options.together:
+        for each in ours.values():
+            each.start()
+    for name, each in ours.items():
         try:
-            report["cases"][name] = measure(name, common, jobs, settings, theirs[name])
+            report["cases"][name] = each.measure(name)
         except RealRunError as error:  # the other cases are still wanted
             report["cases"][name] = {"error": str(error), "mlx_lm": theirs[name]}
             note(f"{name}: {error}")
@@ -119,48 +131,84 @@ def scaled(number: int, scale: float) -> int:
     return max(2, int(number * scale))
 
 
-def measure(
-    name: str,
-    common: dict[str, Any],
-    jobs: list[Job],
-    settings: dict[str, Any],
-    theirs: dict[str, Any],
-) -> dict[str, Any]:
-    """One case by pagedmlx, and what is asked of it."""
-    budget = int(SHARE * max(each["peak_above_weights_bytes"] for each in theirs.values()))
-    memory = memory_setting(budget, next(iter(theirs.values())))
+class Ours:
+    """One case by pagedmlx, and what is asked of it.
 
-    def run(max_num_seqs: int, what: str) -> dict[str, Any]:
-        limits = {"max_num_seqs": max_num_seqs, "enable_prefix_caching": False}
-        job = {**common, "system": "pagedmlx", "settings": {**limits, **settings, **memory}}
-        with Running(job) as running:
-            return take_rounds(running, jobs, theirs, what)
+    Args:
+        common: Of the jobs of all processes.
+        settings: Of the engine.
+        jobs: The requests.
+        theirs: What mlx-lm came to.
+        one_by_one: Whether the requests also run one after another.
+    """
 
-    ours = run(len(jobs), f"{name}, pagedmlx")
-    row: dict[str, Any] = {
-        "requests": [[len(job.prompt), job.num_outputs] for job in jobs],
-        "pagedmlx": ours,
-        "mlx_lm": theirs,
-        "memory_setting": memory,
-        "budget_bytes": budget,
-    }
-    one_by_one = run(1, f"{name}, one by one") if name == "cliff" else None
-    for each, a in ours.items():
-        b = theirs[each]
-        row[each] = {
-            "times_tokens_per_s": a["tokens_per_s"] / b["tokens_per_s"],
-            "times_decode": quotient(a, b, "decode_tokens_per_s"),
-            "times_peak_memory": quotient(a, b, "peak_above_weights_bytes"),
-            "times_budget": a["peak_above_weights_bytes"] / budget,
-            "times_kv_peak": quotient(a, b, "kv_held_peak_bytes"),
-            "outputs_equal": sum(a["outputs"][key] == value for key, value in b["outputs"].items()),
+    def __init__(
+        self,
+        common: dict[str, Any],
+        settings: dict[str, Any],
+        jobs: list[Job],
+        theirs: dict[str, dict[str, Any]],
+        *,
+        one_by_one: bool,
+    ) -> None:
+        self._jobs, self._theirs = jobs, theirs
+        self._budget = int(
+            SHARE * max(each["peak_above_weights_bytes"] for each in theirs.values())
+        )
+        self._memory = memory_setting(self._budget, next(iter(theirs.values())))
+        limits = {"enable_prefix_caching": False, **settings, **self._memory}
+        self._processes = {
+            way: {**common, "system": "pagedmlx", "settings": {**limits, "max_num_seqs": count}}
+            for way, count in (
+                ("pagedmlx", len(jobs)),
+                *([("one by one", 1)] if one_by_one else []),
+            )
         }
+        self._started: dict[str, Running] = {}
+
+    def start(self) -> None:
+        """Load the model in all processes that this takes, now."""
+        self._started = {way: Running(job) for way, job in self._processes.items()}
+
+    def measure(self, name: str) -> dict[str, Any]:
+        """Carry the load.
+
+        Args:
+            name: The case's.
+        """
+        theirs = self._theirs
+        found = {way: self._run(way, f"{name}, {way}") for way in self._processes}
+        ours = found["pagedmlx"]
+        row: dict[str, Any] = {
+            "requests": [[len(job.prompt), job.num_outputs] for job in self._jobs],
+            "pagedmlx": ours,
+            "mlx_lm": theirs,
+            "memory_setting": self._memory,
+            "budget_bytes": self._budget,
+        }
+        one_by_one = found.get("one by one")
+        for each, a in ours.items():
+            b = theirs[each]
+            row[each] = {
+                "times_tokens_per_s": a["tokens_per_s"] / b["tokens_per_s"],
+                "times_decode": quotient(a, b, "decode_tokens_per_s"),
+                "times_peak_memory": quotient(a, b, "peak_above_weights_bytes"),
+                "times_budget": a["peak_above_weights_bytes"] / self._budget,
+                "times_kv_peak": quotient(a, b, "kv_held_peak_bytes"),
+                "outputs_equal": sum(
+                    a["outputs"][key] == text for key, text in b["outputs"].items()
+                ),
+            }
+            if one_by_one is not None:
+                row[each]["times_one_by_one"] = a["wall_s"] / one_by_one[each]["wall_s"]
+            note(f"{name}, {each}: {row[each]}")
         if one_by_one is not None:
-            row[each]["times_one_by_one"] = a["wall_s"] / one_by_one[each]["wall_s"]
-        note(f"{name}, {each}: {row[each]}")
-    if one_by_one is not None:
-        row["one_by_one"] = one_by_one
-    return row
+            row["one_by_one"] = one_by_one
+        return row
+
+    def _run(self, way: str, what: str) -> dict[str, Any]:
+        with self._started.pop(way, None) or Running(self._processes[way]) as running:
+            return take_rounds(running, self._jobs, self._theirs, what)
 
 
 def memory_setting(budget: int, theirs: dict[str, Any]) -> dict[str, Any]:

@@ -58,7 +58,8 @@ def test_both_systems_carry_the_same_load(once: bool, tmp_path: Path) -> None:
     name, requests = (
         ("cliff", [[600, 5], [100, 5], [2, 5]]) if once else ("uneven", [[327, 2], *[[10, 2]] * 7])
     )
-    options = ["--scale", "0.02", "--cases", name, *(["--once"] if once else [])]
+    more = ["--once", "--together"] if once else []
+    options = ["--scale", "0.02", "--cases", name, *more]
     case = run("bench_load.py", tmp_path / "r", *options)["cases"][name]
     rounds = ["first"] if once else ["first", "again"]
     assert case["requests"] == requests
