@@ -44,6 +44,8 @@ NUM_WARM_ROUNDS = 15
 TURN = 16
 """Steps of a turn of ``cascade``; the first few fill the pipeline and don't count."""
 NUM_FILLING = 4
+NUM_FIRST, NUM_ALONE = 16, 64
+"""Tokens of the stream of ``gap`` by itself; at the first ones its steps are compiled."""
 NUM_SLOWEST = 3
 
 
@@ -79,7 +81,9 @@ class Measurements:
         self._first_token(engine, "warm-up", self._prompt(1000))
         stream = Stream(engine)
         add(engine, Stream.name, self._prompt(64), max_tokens=self._scaled(4000))
-        stream.run(lambda: len(stream.moments) >= 64)
+        stream.run(lambda: len(stream.moments) >= NUM_FIRST)
+        stream.summary()
+        stream.run(lambda: len(stream.moments) >= NUM_ALONE)
         row: dict[str, Any] = {"alone": stream.summary()}
         for each in ("first", "again"):
             prompt = self._prompt(16_384)
