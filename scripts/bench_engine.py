@@ -44,8 +44,8 @@ NUM_WARM_ROUNDS = 15
 TURN = 16
 """Steps of a turn of ``cascade``; the first few fill the pipeline and don't count."""
 NUM_FILLING = 4
-NUM_FIRST, NUM_ALONE = 16, 64
-"""Tokens of the stream of ``gap`` by itself; at the first ones its steps are compiled."""
+NUM_FIRST, NUM_ALONE = 16, 48
+"""Tokens of the stream of ``gap`` by itself; while the first ones come, its steps are compiled."""
 NUM_SLOWEST = 3
 
 
