@@ -54,6 +54,8 @@ class KernelBackend:
     Attributes:
         launcher: As given.
         wave: As given.
+        has_written: Whether a launch that decodes has stored its rows' K and V; where a model's
+            queries and keys are rotated as they are written, none does.
     """
 
     name = "kernels"
@@ -71,6 +73,7 @@ class KernelBackend:
     ) -> None:
         self.launcher = launcher
         self.wave = wave
+        self.has_written = False
         path = PrefillPath(prefill)
         if deterministic and path is PrefillPath.AUTO:
             path = PrefillPath.KERNEL  # by itself it may be another one the next time
@@ -123,6 +126,7 @@ class KernelBackend:
                 # A launch with all rows of the step can also write them.
                 can_write = is_whole and part.work.writing is not None
                 new = store.claim(layer, rows.dtype) if can_write else None
+                self.has_written |= new is not None
                 output = attend_decode(self.launcher, rows, layer, store, part.work, params, new)
                 parts.append(output)
         if num_left:

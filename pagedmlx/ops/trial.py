@@ -63,11 +63,12 @@ class TrialLayer:
         slots = first_slot + np.arange(len(self._keys), dtype=np.int64)
         self._store.write(0, self._keys, self._values, mx.array(slots))
 
-    def run(self, work: Decode | SplitPrefill) -> None:
-        """Do what a plan says, and also the writing of the rows if its kernel can.
+    def run(self, work: Decode | SplitPrefill, *, writes: bool) -> None:
+        """Do what a plan says.
 
         Args:
             work: For this layer's blocks and rows; not on the device yet.
+            writes: Do it once more with the rows' writing, if its kernel can.
         """
         work = work.with_plans(map(mx.array, work.plans))
         given = (self._launcher, self._queries, 0, self._store)
@@ -75,7 +76,7 @@ class TrialLayer:
             self._store.commit(attend_split_prefill(*given, work, self._params))
             return
         slots = mx.arange(len(self._keys), dtype=mx.int64)
-        for new in (False, True) if work.writing is not None else (False,):
+        for new in (False, True) if writes and work.writing is not None else (False,):
             self._store.write(0, self._keys, self._values, slots)
             rows = self._store.claim(0, self._queries.dtype) if new else None
             self._store.commit(attend_decode(*given, work, self._params, rows))

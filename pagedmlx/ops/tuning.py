@@ -130,7 +130,7 @@ def _run_idle(backend: KernelBackend, base: DecodeVariant, work: Decode | SplitP
     """Launch the kernels of a plan with nothing to do, which compiles them."""
     num_rows = MAX_ROWS
     num_blocks = -(-num_rows // base.pool.block_size)
-    TrialLayer(backend.launcher, base, num_blocks, num_rows).run(work)
+    TrialLayer(backend.launcher, base, num_blocks, num_rows).run(work, writes=backend.has_written)
 
 
 def _compare_prefills(backend: KernelBackend, base: DecodeVariant) -> None:

@@ -162,10 +162,11 @@ def test_chunks_of_long_prompts_find_a_plan_where_one_is_needed(
     assert num_gathers == (3 + 5 * has_halves if platform is Platform.CUDA else 0)
 
 
+@pytest.mark.parametrize("rotates", [False, True])
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(("dtype", "factor"), [("float32", 2), ("bfloat16", 8)])
-def test_all_that_decoding_takes_was_compiled_at_load(
-    dtype: str, factor: int, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+def test_all_that_decoding_takes_was_compiled_at_load_and_no_more(
+    dtype: str, factor: int, deterministic: bool, rotates: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launcher = RecordingLauncher(platform=Platform.CUDA)
     backend = KernelBackend(launcher, 8, deterministic=deterministic)
@@ -188,6 +189,8 @@ def test_all_that_decoding_takes_was_compiled_at_load(
         for window in (None, 20):
             rows = mx.zeros((len(case.queries), 2, 64), case.queries.dtype)
             case.store.write(0, rows, rows, group.slot_mapping)
+            if rotates:
+                case.store.commit()  # then they are in the pool already
             case.attend(backend, AttentionParams(scale=0.125, window=window))
 
     attend(1)
@@ -195,6 +198,10 @@ def test_all_that_decoding_takes_was_compiled_at_load(
     assert shares == sorted(shares)
     assert shares[-1] == 1
     compiled = set(launcher.sources)
+    writers = [
+        each for each in launcher.sources.values() if {"queries", "keys"} <= {*each.input_names}
+    ]
+    assert bool(writers) is not rotates
     for num_rows in (1,) * 10 + (8,) * 10:
         attend(num_rows)
     assert not launcher.sources.keys() - compiled
