@@ -80,7 +80,7 @@ class Measurements:
         # What is made at the first use of any large step isn't what is measured.
         self._first_token(engine, "warm-up", self._prompt(1000))
         stream = Stream(engine)
-        add(engine, Stream.name, self._prompt(64), max_tokens=self._scaled(4000))
+        add(engine, Stream.name, self._prompt(64), max_tokens=4000)
         stream.run(lambda: len(stream.moments) >= NUM_FIRST)
         stream.summary()
         stream.run(lambda: len(stream.moments) >= NUM_ALONE)

@@ -5,8 +5,9 @@
 Each case runs twice, because much is compiled when it is used for the first time: the first time
 after a few short requests, and once more. mlx-lm goes first, in one process for all cases.
 pagedmlx gets less than a quarter of the memory that mlx-lm took above the weights, for the pool and
-all that a step needs, in a process for each case, because what it measures at load depends on that.
-The case ``cliff`` also runs one after another.
+all that a step needs, in a process for each case. The case ``cliff`` also runs one after another.
+With ``--together`` these processes load at the same time, and measure what they measure at load
+beside each other; rounds still run by themselves.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +53,7 @@ def main() -> int:
     add(
         "--together",
         action="store_true",
-        help="load pagedmlx for all cases at once: sooner, where there is memory for it",
+        help="load pagedmlx for all cases at once, where there is memory for it",
     )
     add("--once", action="store_true", help="the first time only")
     add("--scale", type=float, default=1.0, help="of all lengths; for tests")
@@ -61,10 +63,15 @@ def main() -> int:
         parser.error(f"--cases: no case {', '.join(sorted(unknown))}")
     shape = SHAPES.get(options.model)
     vocab_size = shape["vocab_size"] if shape else inspect(options.model)["vocab_size"]
-    settings = {}
+    settings: dict[str, Any] = {}
     if options.rows is not None:
         settings = {"prefill_chunk_size": options.rows, "max_num_batched_tokens": options.rows}
-    report: dict[str, Any] = {"model": options.model, "settings": settings, "cases": {}}
+    report: dict[str, Any] = {
+        "model": options.model,
+        "settings": settings,
+        "loaded_together": options.together,
+        "cases": {},
+    }
     cases = {name: make_jobs(name, options.scale, vocab_size) for name in names}
     theirs: dict[str, dict[str, Any]] = {}
     rounds = ROUNDS[:1] if options.once else ROUNDS
@@ -82,16 +89,19 @@ def main() -> int:
         name: Ours(common, settings, cases[name], theirs[name], one_by_one=name == "cliff")
         for name in theirs
     }
-    if options.together:
-        for each in ours.values():
-            each.start()
-    for name, each in ours.items():
-        try:
-            report["cases"][name] = each.measure(name)
-        except RealRunError as error:  # the other cases are still wanted
-            report["cases"][name] = {"error": str(error), "mlx_lm": theirs[name]}
-            note(f"{name}: {error}")
-        save_so_far(report, options.json)
+    with ExitStack() as ends:
+        if options.together:
+            for each in ours.values():
+                each.start(ends)
+            for each in ours.values():
+                each.wait_until_loaded()
+        for name, each in ours.items():
+            try:
+                report["cases"][name] = each.measure(name)
+            except RealRunError as error:  # the other cases are still wanted
+                report["cases"][name] = {"error": str(error), "mlx_lm": theirs[name]}
+                note(f"{name}: {error}")
+            save_so_far(report, options.json)
     save(report, options.json)
     return 1 if any("error" in each for each in report["cases"].values()) else 0
 
@@ -166,9 +176,20 @@ class Ours:
         }
         self._started: dict[str, Running] = {}
 
-    def start(self) -> None:
-        """Load the model in all processes that this takes, now."""
-        self._started = {way: Running(job) for way, job in self._processes.items()}
+    def start(self, ends: ExitStack) -> None:
+        """Load the model in all processes that this takes, now.
+
+        Args:
+            ends: When they end.
+        """
+        for way, job in self._processes.items():
+            self._started[way] = ends.enter_context(Running(job))
+
+    def wait_until_loaded(self) -> None:
+        """Until all that were started can begin, or have failed, which the measurement will say."""
+        for running in self._started.values():
+            with suppress(RealRunError):
+                running.wait_until_loaded()
 
     def measure(self, name: str) -> dict[str, Any]:
         """Carry the load.
@@ -207,7 +228,9 @@ class Ours:
         return row
 
     def _run(self, way: str, what: str) -> dict[str, Any]:
-        with self._started.pop(way, None) or Running(self._processes[way]) as running:
+        if way in self._started:
+            return take_rounds(self._started[way], self._jobs, self._theirs, what)
+        with Running(self._processes[way]) as running:
             return take_rounds(running, self._jobs, self._theirs, what)
 
 

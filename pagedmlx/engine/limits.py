@@ -18,18 +18,17 @@ class MemoryLimits:
     large as memory would else be paged out between steps.
 
     Of several, which may end in any order, the newest has the word: its limit counts what the
-    others use. MLX's own limits come back after the last.
+    others use, and without one there is none. MLX's own limits come back after the last.
 
     Args:
-        limit_bytes: All that the process may use on the device; None leaves MLX's own limit.
+        limit_bytes: All that the process may use on the device; None is MLX's own limit.
     """
 
     def __init__(self, limit_bytes: int | None) -> None:
         # First what may fail, so that nothing is held then.
         if mx.metal.is_available():
             _WIRED.hold(self, int(mx.device_info()["max_recommended_working_set_size"]))
-        if limit_bytes is not None:
-            _MEMORY.hold(self, limit_bytes)
+        _MEMORY.hold(self, limit_bytes)
 
     @staticmethod
     def leaves(num_bytes: int) -> bool:
@@ -48,31 +47,38 @@ class _Limit:
 
     Args:
         change: Sets it and returns what it was.
+
+    Attributes:
+        newest: The value in force; None is MLX's own.
     """
 
     def __init__(self, change: Callable[[int], int]) -> None:
+        self.newest: int | None = None
         self._change = change
-        self._own = 0
-        self._held: dict[MemoryLimits, int] = {}
+        self._own: int | None = None
+        self._held: dict[MemoryLimits, int | None] = {}
         # Engines of one process may load and close on their own threads.
         self._lock = threading.Lock()
 
-    @property
-    def newest(self) -> int | None:
-        """The value in force; None is MLX's own."""
-        return next(reversed(self._held.values()), None)
-
-    def hold(self, holder: MemoryLimits, value: int) -> None:
+    def hold(self, holder: MemoryLimits, value: int | None) -> None:
         with self._lock:
-            before = self._change(value)
-            if not self._held:
-                self._own = before
             self._held[holder] = value
+            self._apply()
 
     def let_go(self, holder: MemoryLimits) -> None:
         with self._lock:
-            if self._held.pop(holder, None) is not None:
-                self._change(self._own if self.newest is None else self.newest)
+            if holder in self._held:
+                del self._held[holder]
+                self._apply()
+
+    def _apply(self) -> None:
+        self.newest = next(reversed(self._held.values()), None)
+        if self.newest is not None:
+            before = self._change(self.newest)
+            self._own = before if self._own is None else self._own
+        elif self._own is not None:
+            self._change(self._own)
+            self._own = None
 
 
 # MLX has one of each for the process, and so who holds it must be known in all of it.

@@ -36,7 +36,8 @@ at least so many tokens."""
 CPU_HEADROOM_BYTES = 1 << 30
 
 RUNNING_AHEAD = 2
-"""The host goes on with the next layers while the device computes some: twice their memory."""
+"""Set aside so many times what some layers need: while the device computes them, the host goes on
+with the next ones."""
 
 SMALL_CHUNK = 512
 """Tokens of a prompt in a step where more of them would take much memory."""
@@ -45,8 +46,8 @@ MIN_STEP_TOKENS = 64
 """Steps are made no smaller than that to leave more memory to the pool."""
 
 OVERSHOOT = 16
-"""MLX exceeds its limit by less than this part of a step's memory, where not all of that is on its
-way at once."""
+"""MLX exceeds its limit by less than this part of what is set aside for a step, but with large
+steps, which ``HandOver`` sees to."""
 
 STATE_ONLY_TOKENS = 1 << 20
 """Tokens that the pool counts for a model that keeps no K and V: its blocks take no memory."""
@@ -157,8 +158,8 @@ def fit_step_to_device(
 def _measure_chunk(adapter: ModelAdapter, num_rows: int, writer: PoolWriter) -> int:
     """Bytes that a chunk needs besides weights and pool.
 
-    The host waits for the device whenever it has handed over layers, so that it is what a step
-    can't do without; with as much again it can run ahead.
+    The host waits for the device whenever it has handed over layers, and MLX where none are, so
+    that it is what a step can't do without; with as much again the host can run ahead.
     """
     adapter.rest()
     mx.clear_cache()

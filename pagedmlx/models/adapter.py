@@ -231,6 +231,7 @@ class ModelAdapter:
 
     def _call(self, part: Part, store: KVStore, ropes: DeferredRopes) -> ModelOutput:
         """Call the model once."""
+        self.hand_over.begin()
         caches: list[Any] = [None] * len(self._tree.kinds)
         for index, group in enumerate(self.layout.groups):
             rows = GroupRows(store, self.backend, part, index, group.window, ropes, self.hand_over)

@@ -7,38 +7,45 @@ from collections.abc import Callable
 import mlx.core as mx
 
 HAND_OVER_LAYERS = 4
-"""At every so many layers, the first one among them, the device is given what there is so far.
+"""At every so many layers with attention, the first one among them, the device is given what there
+is so far.
 
 On an H200, four of the 8B shape are half of the launches that MLX hands over together."""
 
 LARGE_ROWS = 256
-"""Steps with more rows are handed over at every layer: each keeps the device busy for longer than
-the host needs for the next, and what is computed for it is large."""
+"""Calls with more rows are handed over at each of these layers: every one keeps the device busy for
+longer than the host needs for the next, and what is computed for it is large."""
 
 
 class HandOver:
     """What layers compute is allocated when it is handed over, and free when the device is done.
 
     MLX, too, waits for the device above its limit of memory. But it may go on before what is done
-    is free, and so exceed its limit by what a layer needs or more.
+    is free, and so exceed its limit by what a layer needs or more. With few rows that is little; so
+    small steps, and graphs of many layers, which are for such, may leave it at that.
 
     Attributes:
         memory_is_short: Whether to wait until the device is done with all that it was given.
     """
 
     def __init__(self) -> None:
+        self._num_layers = 0
         self.memory_is_short: Callable[[], bool] = lambda: False
 
-    def layer(self, index: int, num_rows: int, output: mx.array) -> None:
-        """What a layer's attention has come to, if the device is to have it now.
+    def begin(self) -> None:
+        """A call of the model begins with its first layer."""
+        self._num_layers = 0
+
+    def layer(self, num_rows: int, output: mx.array) -> None:
+        """Take what the next layer's attention has come to; the device may have it now.
 
         Args:
-            index: Of the layer.
-            num_rows: Of the step.
+            num_rows: Of the call.
             output: What to compute.
         """
-        if num_rows > LARGE_ROWS or index % HAND_OVER_LAYERS == 0:
+        if num_rows > LARGE_ROWS or self._num_layers % HAND_OVER_LAYERS == 0:
             self.give(output)
+        self._num_layers += 1
 
     def give(self, output: mx.array) -> None:
         """Let the device begin with this, and wait for it where memory is short."""

@@ -68,18 +68,17 @@ class GroupRows:
             )
         return self._contexts[mask_window]
 
-    def hand_over(self, layer: int, output: mx.array) -> None:
+    def hand_over(self, output: mx.array) -> None:
         """Let the device begin with the first layers while others wait for the host.
 
         Not where the model is given K and V to read: all of those would be kept until the call
         ends.
 
         Args:
-            layer: After its attention.
-            output: What that has come to.
+            output: What a layer's attention has come to.
         """
         if self._hands_over:
-            self._hand_over.layer(layer, self.part.batch.num_rows, output)
+            self._hand_over.layer(self.part.batch.num_rows, output)
 
     def no_mask(self) -> mx.array:
         """(S, 1, 1, 1) bool that masks nothing, for models that insist on an array."""
@@ -210,7 +209,7 @@ class LayerCache:
             rows.part.batch,
             AttentionParams(scale=scale, window=rows.window, sinks=sinks),
         )
-        rows.hand_over(self.layer, output)
+        rows.hand_over(output)
         if rows.part.length == 1:
             return mx.expand_dims(output, 2)
         num_heads, head_dim = output.shape[1:]

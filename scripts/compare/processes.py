@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,8 @@ class Running:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             self._process.kill()
-        self._process.communicate()
+        with suppress(BrokenPipeError):  # what it was asked last and has not read
+            self._process.communicate()
         self._folder.cleanup()
 
     def ask(self, jobs: Sequence[Job] | None = None) -> None:
@@ -70,8 +72,18 @@ class Running:
         """
         assert self._process.stdin is not None
         line = "" if jobs is None else json.dumps([asdict(job) for job in jobs])
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
+        # Without somebody who reads there will be no result either, which says why.
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+
+    def wait_until_loaded(self) -> None:
+        """Wait until it can begin with the first round.
+
+        Raises:
+            RealRunError: The process ended before.
+        """
+        self._next("loaded")
 
     def result(self, tell: Tell = lambda _: None) -> dict[str, Any]:
         """Wait for the next result.
@@ -79,11 +91,15 @@ class Running:
         Raises:
             RealRunError: The process ended without one.
         """
+        return self._next("result", tell)
+
+    def _next(self, kind: str, tell: Tell = lambda _: None) -> dict[str, Any]:
+        """Wait for the next line of a kind."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith('{"kind": "progress"'):
                 tell(json.loads(line))
-            elif line.startswith('{"kind": "result"'):
+            elif line.startswith(f'{{"kind": "{kind}"'):
                 found: dict[str, Any] = json.loads(line)
                 del found["kind"]
                 return found

@@ -396,6 +396,7 @@ def main() -> int:
             system = Theirs(job["model"], job["max_num_seqs"])
         case name:
             raise ValueError(f"no system {name!r}")
+    tell({"kind": "loaded"})
     for _ in range(job.get("rounds", 1)):
         if "rounds" in job:
             line = sys.stdin.readline()

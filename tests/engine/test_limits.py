@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from contextlib import nullcontext
 from typing import Any
 
@@ -21,6 +23,7 @@ from tests.support.token_writer import TokenWriter
 from tests.support.tokenizers import byte_tokenizer
 
 GIB = 1 << 30
+CHUNK_BYTES = 1 << 20
 
 
 @pytest.fixture
@@ -58,6 +61,41 @@ def test_of_several_the_newest_has_the_word_whichever_ends_first(own: int) -> No
         assert current() == (7, 9)[1 - first] * GIB
         engines.pop().undo()
         assert current() == own
+
+
+def test_one_without_a_limit_has_the_word_too(own: int) -> None:
+    first, second = MemoryLimits(7 * GIB), MemoryLimits(None)
+    assert current() == own
+    assert MemoryLimits.leaves(100 * GIB)
+    third = MemoryLimits(8 * GIB)
+    assert current() == 8 * GIB
+    third.undo()
+    assert current() == own
+    second.undo()
+    assert current() == 7 * GIB
+    first.undo()
+    assert current() == own
+
+
+def test_limits_may_be_asked_for_while_engines_come_and_go(own: int) -> None:
+    ends = threading.Event()
+
+    def come_and_go() -> None:
+        while not ends.is_set():
+            MemoryLimits(3 * GIB).undo()
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    held, thread = MemoryLimits(7 * GIB), threading.Thread(target=come_and_go)
+    try:
+        thread.start()
+        assert all(MemoryLimits.leaves(0) for _ in range(50_000))
+    finally:
+        ends.set()
+        thread.join()
+        sys.setswitchinterval(before)
+        held.undo()
+    assert current() == own
 
 
 def test_no_limit_leaves_mlxs_own(own: int) -> None:
@@ -141,22 +179,29 @@ def test_an_engine_waits_for_the_device_where_the_next_layers_would_not_fit(
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_while_a_chunk_is_measured_memory_is_short(
-    fails: bool, monkeypatch: pytest.MonkeyPatch
+    fails: bool, own: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[bool] = []
+    seen: list[int] = []
 
     def run_dummy_chunk(adapter: ModelAdapter, num_rows: int, _: PoolWriter) -> None:
-        seen.append(adapter.hand_over.memory_is_short())
+        seen.extend((adapter.hand_over.memory_is_short(), current()))
         assert num_rows == 64
         if fails:
             raise MemoryError
+        mx.eval(mx.zeros(CHUNK_BYTES // 4))
 
     monkeypatch.setattr(memory, "run_dummy_chunk", run_dummy_chunk)
-    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    monkeypatch.setattr(memory, "device_memory_bytes", lambda: 10 * GIB)
     config = EngineConfig(prefill_chunk_size=64, max_num_batched_tokens=64)
     with ModelAdapter(tiny_model(), make_backend("auto")) as adapter:
+        rests: list[int] = []
+        monkeypatch.setattr(adapter, "rest", lambda: rests.append(mx.get_active_memory()))
         before = adapter.hand_over.memory_is_short
+        monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
         with pytest.raises(MemoryError) if fails else nullcontext():
-            memory.fit_step_to_device(config, adapter, TokenWriter(), 0)
+            _, headroom = memory.fit_step_to_device(config, adapter, TokenWriter(), 0)
+            assert headroom - memory.RUNNING_AHEAD * CHUNK_BYTES in range(100)
+        monkeypatch.undo()
         assert adapter.hand_over.memory_is_short is before
-    assert seen == [True]
+    assert seen == [True, *rests]
+    assert current() == own

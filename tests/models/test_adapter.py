@@ -25,7 +25,7 @@ from pagedmlx.kv.store import KVStore
 from pagedmlx.kv.writer import PoolWriter
 from pagedmlx.models.adapter import ModelAdapter
 from pagedmlx.models.compiled import MIN_USES
-from pagedmlx.models.hand_over import HAND_OVER_LAYERS, LARGE_ROWS
+from pagedmlx.models.hand_over import HAND_OVER_LAYERS, LARGE_ROWS, HandOver
 from pagedmlx.models.layer_cache import LayerCache
 from pagedmlx.models.parts import RowLayout
 from pagedmlx.ops import make_backend
@@ -284,6 +284,28 @@ def test_a_gpu_begins_with_the_first_layers_while_the_graph_of_others_is_built(
         assert [shape[0] for shape in handed] == [num_rows] * num_times
 
 
+@pytest.mark.parametrize(
+    ("name", "num_handed"),
+    [
+        ("jamba", 1),  # of four layers the second and the last have attention
+        ("mistral3", 0),  # is given K and V to read, in some layers
+    ],
+)
+def test_of_layers_without_attention_none_is_counted(
+    name: str, num_handed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handed: list[mx.array] = []
+    with ModelAdapter(tiny_model(name), make_backend("auto"), block_size=4) as adapter:
+        run = PagedRun(adapter, 1, NUM_BLOCKS)
+        run.store = KVStore(adapter.layout, run.num_blocks, writer=TokenWriter())
+        for first in (0, 5):
+            handed.clear()
+            with monkeypatch.context() as patch:
+                patch.setattr(mx, "async_eval", lambda *arrays: handed.append(arrays[0]))
+                run.step([(0, range(first, first + 5))])
+            assert sum(array.ndim == 3 for array in handed) == num_handed
+
+
 def test_what_was_handed_over_is_waited_for_where_memory_is_short(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -298,6 +320,7 @@ def test_what_was_handed_over_is_waited_for_where_memory_is_short(
         order.append("asked")
         return next(answers)
 
+    assert not HandOver().memory_is_short()
     with ModelAdapter(loaded, make_backend("auto"), block_size=4) as adapter:
         adapter.hand_over.memory_is_short = is_short
         store = KVStore(adapter.layout, (NUM_BLOCKS,), writer=TokenWriter())

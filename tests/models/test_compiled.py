@@ -64,8 +64,9 @@ class Decoding:
         self.fails = False
         self.pool = mx.zeros(8, mx.int32)
         self.layers: list[Any] = [lambda x: x[:, None] + 1, *3 * [lambda x: x * 1]]
+        self.hand_over = HandOver()
         self.compiled = CompiledSteps(
-            self.run, self.backend, self.store, LayerSpans(self.layers), HandOver()
+            self.run, self.backend, self.store, LayerSpans(self.layers), self.hand_over
         )
 
     def run(self, batch: PagedBatch, store: Any) -> mx.array:
@@ -171,14 +172,21 @@ def test_a_device_begins_with_prompts_before_their_step_is_whole(
 ) -> None:
     decoding, evaluated = Decoding(), list[tuple[int, ...]]()
     monkeypatch.setattr(mx, "async_eval", lambda *arrays: evaluated.append(arrays[0].shape))
+    waits: list[int] = []
+    monkeypatch.setattr(mx, "synchronize", lambda: waits.append(len(evaluated)))
     rng = np.random.default_rng(0)
-    for spans, expected in (([(0, 9)], [(9,), (9, 1)]), ([(4, 1), (7, 1)], [])):
-        host = make_batch(spans, block_size=4, num_blocks=64, rng=rng)
-        for _ in range(MIN_USES):
-            evaluated.clear()
-            decoding.backend.next_plans = Plans([np.array([1], np.int32)])
-            decoding.compiled(PagedBatch(host))
-        assert evaluated == expected
+    for is_short in (False, True):
+        decoding.hand_over.memory_is_short = lambda is_short=is_short: is_short
+        for spans, expected in (([(0, 9)], [(9,), (9, 1)]), ([(4, 1), (7, 1)], [])):
+            host = make_batch(spans, block_size=4, num_blocks=64, rng=rng)
+            for _ in range(MIN_USES):
+                evaluated.clear()
+                waits.clear()
+                decoding.backend.next_plans = Plans([np.array([1], np.int32)])
+                decoding.compiled(PagedBatch(host))
+            assert evaluated == expected
+            # Metadata and the first span; the last one is handed over by who wants the logits.
+            assert waits == ([len(expected)] if is_short and expected else [])
 
 
 def test_steps_of_other_rows_to_sample_are_other_graphs() -> None:
