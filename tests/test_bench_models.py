@@ -13,12 +13,12 @@ import pytest
 from tests.test_project import REPOSITORY
 
 
-def run(script: str, path: Path, *options: str) -> dict[str, Any]:
+def run(script: str, path: Path, *options: str, code: int = 0) -> dict[str, Any]:
     command = [sys.executable, str(REPOSITORY / "scripts" / script), "--model", "mini"]
     done = subprocess.run(
         [*command, "--json", str(path), *options], capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == code, done.stderr[-3000:]
     report: dict[str, Any] = json.loads(path.read_text())
     assert report["model"] == "mini"
     return report
@@ -60,7 +60,9 @@ def test_both_systems_carry_the_same_load(once: bool, tmp_path: Path) -> None:
     )
     more = ["--once", "--together"] if once else []
     options = ["--scale", "0.02", "--cases", name, *more]
-    case = run("bench_load.py", tmp_path / "r", *options)["cases"][name]
+    report = run("bench_load.py", tmp_path / "r", *options)
+    assert report["loaded_together"] is once
+    case = report["cases"][name]
     rounds = ["first"] if once else ["first", "again"]
     assert case["requests"] == requests
     assert list(case["pagedmlx"]) == list(case["mlx_lm"]) == rounds
@@ -71,3 +73,12 @@ def test_both_systems_carry_the_same_load(once: bool, tmp_path: Path) -> None:
         found = case["pagedmlx"][each]
         assert found["num_output_tokens"] == sum(count for _, count in requests)
         assert found["counts"]["num_cached_tokens"] == 0
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_case_that_cannot_be_loaded_leaves_the_others(together: bool, tmp_path: Path) -> None:
+    options = ["--scale", "0.02", "--once", "--cases", "short,uneven", "--rows", "0"]
+    options += ["--together"] if together else []
+    cases = run("bench_load.py", tmp_path / "r", *options, code=1)["cases"]
+    assert list(cases) == ["short", "uneven"]
+    assert all("max_num_batched_tokens: 0" in case["error"] for case in cases.values())
