@@ -5,6 +5,7 @@ They are loaded on first use, so ``import pagedmlx`` alone loads no MLX and is i
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,11 @@ if TYPE_CHECKING:
     from pagedmlx.llm import LLM
 
 __version__ = "0.1.0.dev0"
+
+# MLX on CUDA keeps some hundred graphs and attention plans, and raises an error in mid-step when
+# over its whole life twice as many have come. A server meets ever new shapes, and is to go on. MLX
+# looks here when it first uses the GPU.
+os.environ.setdefault("MLX_ENABLE_CACHE_THRASHING_CHECK", "0")
 
 __all__ = [
     "LLM",

@@ -55,6 +55,17 @@ def test_a_missing_backend_of_mlx_is_explained(monkeypatch: pytest.MonkeyPatch):
     assert "pagedmlx[cpu]" in caught.value.__notes__[0]
 
 
+@pytest.mark.parametrize(("own", "expected"), [(None, "0"), ("1", "1")])
+def test_ever_new_shapes_are_no_error_of_mlx_unless_the_user_wants_one(
+    own: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+):
+    name = "MLX_ENABLE_CACHE_THRASHING_CHECK"
+    monkeypatch.delenv(name, raising=False)
+    if own is not None:
+        monkeypatch.setenv(name, own)
+    assert run_python("-c", f"import pagedmlx, os; print(os.environ[{name!r}])") == f"{expected}\n"
+
+
 def test_importing_the_package_and_its_values_loads_no_heavy_library():
     code = (
         "import sys, pagedmlx; pagedmlx.SamplingParams(); pagedmlx.EngineConfig()\n"
