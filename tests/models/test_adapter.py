@@ -387,3 +387,17 @@ def test_models_whose_code_looks_at_values_are_not_compiled(name: str, num_graph
             np.testing.assert_allclose(np.array(logits), np.array(expected), rtol=1e-4, atol=1e-5)
         found = adapter._compiled
         assert num_graphs == (0 if found is None else len(found[1]._graphs))
+
+
+def test_compiled_steps_with_prompts_are_waited_for_too() -> None:
+    asked: list[bool] = []
+    with ModelAdapter(tiny_model(), Ahead(), block_size=4) as adapter:
+        adapter.hand_over.memory_is_short = lambda: asked.append(True) is not None
+        store = KVStore(adapter.layout, (NUM_BLOCKS,), writer=TokenWriter())
+        for _ in range(MIN_USES):
+            asked.clear()
+            adapter.forward(PagedBatch(rows_of(8)), store)
+        assert adapter._compiled is not None
+        assert len(adapter._compiled[1]._graphs) == 1
+    # Its four layers are two spans, the second of which goes on as logits.
+    assert len(asked) == 1
