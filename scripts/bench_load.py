@@ -85,17 +85,17 @@ def main() -> int:
         note(f"mlx-lm: {error}")
         rest = {name: {"error": f"mlx-lm: {error}"} for name in cases if name not in theirs}
         report["cases"].update(rest)
-    ours = {
-        name: Ours(common, settings, cases[name], theirs[name], one_by_one=name == "cliff")
+    runs = {
+        name: Case(common, settings, cases[name], theirs[name], one_by_one=name == "cliff")
         for name in theirs
     }
     with ExitStack() as ends:
         if options.together:
-            for each in ours.values():
+            for each in runs.values():
                 each.start(ends)
-            for each in ours.values():
+            for each in runs.values():
                 each.wait_until_loaded()
-        for name, each in ours.items():
+        for name, each in runs.items():
             try:
                 report["cases"][name] = each.measure(name)
             except RealRunError as error:  # the other cases are still wanted
@@ -141,7 +141,7 @@ def scaled(number: int, scale: float) -> int:
     return max(2, int(number * scale))
 
 
-class Ours:
+class Case:
     """One case by pagedmlx, and what is asked of it.
 
     Args:
