@@ -23,6 +23,9 @@ FIRST_SPAN = 2
 """Layers of the first span; each further one has half as many again. On an H200 the host takes more
 than half of the time for a layer that the device does, so that longer ones would come too late."""
 
+LONGEST_SPAN = 4
+"""On a busy host the device waits for the last span, and then all of that is left to compute."""
+
 
 class LayerSpans:
     """The spans of a model, and what it takes to run one of them.
@@ -135,7 +138,7 @@ def _cut(num_layers: int) -> Iterator[range]:
         # Few layers that are left are no span of their own.
         stop = start + size if num_layers - start > size + size // 2 else num_layers
         yield range(start, stop)
-        start, size = stop, size + (size + 1) // 2
+        start, size = stop, min(size + (size + 1) // 2, LONGEST_SPAN)
 
 
 def _list_of_layers(model: nn.Module) -> list[Any]:

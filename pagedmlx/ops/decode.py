@@ -223,7 +223,8 @@ class DecodePlanner:
         """What attends chunks of prompts in the same layers, and what sequences share there."""
         found = self._prefills.get(base)
         if found is None:
-            found = self._prefills[base] = prefill_variant(base, self._columns)
+            memory = self._platform.threadgroup_bytes
+            found = self._prefills[base] = prefill_variant(base, self._columns, memory)
         return found
 
     def _changed(self, variant: DecodeVariant, **changes: Any) -> DecodeVariant:

@@ -49,7 +49,7 @@ class PrefillVariant:
 
     Where ``split``, tokens are cut in chunks, whose results ``merge.metal`` merges; see ``runs``.
     A SIMD-group attends 8 vectors for each of its ``columns``; with 2, K and V are read half as
-    often.
+    often. Tiles have at most ``max_tile_bytes``.
     """
 
     pool: PoolShape
@@ -60,6 +60,7 @@ class PrefillVariant:
     softcap: float | None = None
     split: bool = False
     columns: int = 1
+    max_tile_bytes: int = MAX_THREADGROUP_BYTES
 
     @property
     def is_supported(self) -> bool:
@@ -101,8 +102,8 @@ class PrefillVariant:
     @cached_property
     def keys(self) -> int:
         """Tokens of a tile."""
-        keys = 32 if max(self.pool.k_head_dim, self.pool.v_head_dim) < 192 else 16
-        while self._tile_bytes(keys) > MAX_THREADGROUP_BYTES:
+        keys = 32 * self.columns if max(self.pool.k_head_dim, self.pool.v_head_dim) < 192 else 16
+        while self._tile_bytes(keys) > self.max_tile_bytes:
             keys //= 2
         return keys
 
@@ -145,12 +146,15 @@ class PrefillVariant:
         return keys * rows * DTYPE_BYTES[self.pool.dtype]
 
 
-def prefill_variant(layer: DecodeVariant, columns: int = 1) -> PrefillVariant:
+def prefill_variant(
+    layer: DecodeVariant, columns: int = 1, max_tile_bytes: int = MAX_THREADGROUP_BYTES
+) -> PrefillVariant:
     """The prefill of the layers that a decode variant serves.
 
     Args:
         layer: The decode variant.
         columns: Of the prefill, where registers have room and a piece has vectors for so many.
+        max_tile_bytes: Threadgroup memory that there is.
     """
     pool = layer.pool
     has_room = max(pool.k_head_dim, pool.v_head_dim) <= _MAX_WIDE_HEAD_DIM and layer.factor > 1
@@ -162,6 +166,7 @@ def prefill_variant(layer: DecodeVariant, columns: int = 1) -> PrefillVariant:
         layer.scale,
         layer.softcap,
         columns=columns if has_room else 1,
+        max_tile_bytes=max_tile_bytes,
     )
 
 

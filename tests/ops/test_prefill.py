@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 
 from pagedmlx.kv.layout import DTYPE_BYTES
-from pagedmlx.ops.launch import MAX_THREADGROUP_BYTES
+from pagedmlx.ops.cascade import CascadePath
+from pagedmlx.ops.decode import DecodePlanner
+from pagedmlx.ops.launch import Platform
 from pagedmlx.ops.prefill import (
     Prefill,
     PrefillVariant,
     plan_prefill,
 )
-from pagedmlx.ops.variants import MAX_MATRIX_HEAD_DIM, PoolShape
+from pagedmlx.ops.variants import MAX_MATRIX_HEAD_DIM, DecodePath, DecodeVariant, PoolShape
 from tests.support.batches import make_batch
 
 SPANS = ((9, 1), (40, 1), (3, 5), (0, 9), (100, 64), (31, 33), (7, 200))
@@ -22,10 +24,14 @@ MANY = [3, 4, 5, 6]
 
 
 def variant(
-    factor: int = 4, dtype: str = "float16", k_head_dim: int = 64, v_head_dim: int | None = None
+    factor: int = 4,
+    dtype: str = "float16",
+    k_head_dim: int = 64,
+    v_head_dim: int | None = None,
+    **settings: int,
 ) -> PrefillVariant:
     shape = PoolShape(dtype, 2, k_head_dim, v_head_dim or k_head_dim, block_size=16)
-    return PrefillVariant(shape, dtype, factor)
+    return PrefillVariant(shape, dtype, factor, **settings)
 
 
 def plans(
@@ -90,11 +96,15 @@ def test_the_longest_runs_start_first():
     assert (np.diff(items[:, 2]) <= 0).all()
 
 
+@pytest.mark.parametrize("platform", Platform)
+@pytest.mark.parametrize("columns", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPE_BYTES)
 @pytest.mark.parametrize("head_dim", range(16, MAX_MATRIX_HEAD_DIM + 1, 16))
-def test_tiles_fit_in_threadgroup_memory(dtype, head_dim):
-    kernel = variant(dtype=dtype, k_head_dim=head_dim).kernel
-    assert 0 < kernel.threadgroup_bytes <= MAX_THREADGROUP_BYTES
+def test_tiles_fit_in_threadgroup_memory(dtype, head_dim, columns, platform):
+    memory = platform.threadgroup_bytes
+    settings = {"columns": columns, "max_tile_bytes": memory}
+    kernel = variant(dtype=dtype, k_head_dim=head_dim, **settings).kernel
+    assert 0 < kernel.threadgroup_bytes <= memory
 
 
 @pytest.mark.parametrize(
@@ -103,3 +113,14 @@ def test_tiles_fit_in_threadgroup_memory(dtype, head_dim):
 )
 def test_tiles_are_as_long_as_registers_and_memory_allow(dtype, head_dim, keys):
     assert variant(dtype=dtype, k_head_dim=head_dim).keys == keys
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "keys"),
+    [("bfloat16", 128, 64), ("float16", 64, 64), ("float32", 128, 32)],
+)
+def test_tiles_on_cuda_are_twice_as_long_where_vectors_are_twice_as_many(dtype, head_dim, keys):
+    pool = PoolShape(dtype, 2, head_dim, head_dim, block_size=16)
+    layer = DecodeVariant(pool, dtype, factor=4)
+    planner = DecodePlanner(Platform.CUDA, 8, False, DecodePath.AUTO, CascadePath.OFF, columns=None)
+    assert planner.prefill_variant(layer).keys == keys

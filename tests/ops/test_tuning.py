@@ -149,7 +149,7 @@ def test_chunks_of_long_prompts_find_a_plan_where_one_is_needed(
     case.attend(backend, AttentionParams(scale=0.125))
     tune(backend, 32, 4096)
     (kind,) = backend.kinds
-    variant = prefill_variant(kind)
+    variant = backend._planner.prefill_variant(kind)
     found = {
         (rows, tokens): backend._chooser.choose(variant, rows, tokens, False)
         for rows, tokens in ((32, 32), (32, 64), (32, 96), (16, 64))
