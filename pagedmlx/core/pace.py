@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 _TARGET = 0.9
 """Share of the bound that is aimed at; steps are never equally long."""
 _WEIGHT = 0.5
 """Of the newest measurement."""
 _MOST = 4.0
 """A measurement counts as at most so many times what was expected: one hiccup is no trend."""
+
+
+class StepShare(NamedTuple):
+    """A part of what was measured.
+
+    Attributes:
+        num_prompt_tokens: The step's tokens of prompts; 0 for one that only decodes.
+        share: How much of the step was carried out meanwhile, up to 1.
+    """
+
+    num_prompt_tokens: int
+    share: float
 
 
 class PrefillPace:
@@ -31,18 +46,20 @@ class PrefillPace:
         self._token_s: float | None = None
         self._most_seen = least
 
-    def note(self, num_prompt_tokens: int, seconds: float) -> None:
-        """Learn from a step.
+    def note(self, shares: Sequence[StepShare], seconds: float) -> None:
+        """Learn from how long something took.
 
         Args:
-            num_prompt_tokens: Its tokens of prompts; 0 for one that only decoded.
-            seconds: From the end of the step before it, or from its own start, to its end.
+            shares: One step, or parts of several that follow each other.
+            seconds: What they took together.
         """
-        if num_prompt_tokens == 0:
-            self._decode_s = _mean(self._decode_s or None, seconds)
+        num_steps = sum(each.share for each in shares)
+        num_tokens = sum(each.share * each.num_prompt_tokens for each in shares)
+        if num_tokens == 0:
+            self._decode_s = _mean(self._decode_s or None, seconds / num_steps)
             return
-        self._most_seen = max(self._most_seen, num_prompt_tokens)
-        token_s = max(seconds - self._decode_s, 0.0) / num_prompt_tokens
+        self._most_seen = max(self._most_seen, *(each.num_prompt_tokens for each in shares))
+        token_s = max(seconds - num_steps * self._decode_s, 0.0) / num_tokens
         self._token_s = _mean(self._token_s, token_s)
 
     @property

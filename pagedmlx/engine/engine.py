@@ -258,6 +258,8 @@ class Engine:
 
     def _collect(self) -> list[OutputEvent]:
         step = self._under_way.popleft()
+        if self._pacer is not None:
+            self._pacer.wait()
         result = self._runner.collect()
         if self._pacer is not None:
             self._scheduler.max_prompt_tokens = self._pacer.end(step)

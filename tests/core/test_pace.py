@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagedmlx.core.pace import PrefillPace
+from pagedmlx.core.pace import PrefillPace, StepShare
 
 BOUND = 0.25
+
+
+def note(pace: PrefillPace, num_prompt_tokens: int, seconds: float) -> None:
+    """Learn from one whole step."""
+    pace.note([StepShare(num_prompt_tokens, 1.0)], seconds)
 
 
 def run(
@@ -16,13 +23,13 @@ def run(
     """Seconds of the steps with prompts, each as large as the pace allows."""
     pace = PrefillPace(BOUND, least)
     for _ in range(3):
-        pace.note(0, decode_s)
+        note(pace, 0, decode_s)
     times = []
     for _ in range(num_steps):
         count = pace.max_prompt_tokens
         assert count >= least
         times.append(decode_s + prefill_s + count * token_s)
-        pace.note(count, times[-1])
+        note(pace, count, times[-1])
     return times
 
 
@@ -50,30 +57,51 @@ def test_nothing_is_known_at_first_so_prompts_begin_small_and_double() -> None:
     assert pace.max_prompt_tokens == 16
     for count in (16, 32, 64):
         assert pace.max_prompt_tokens == count
-        pace.note(count, 1e-6 * count)
+        note(pace, count, 1e-6 * count)
 
 
 @given(hiccup=st.floats(1.0, 100.0))
 def test_one_hiccup_is_forgotten(hiccup: float) -> None:
     pace = PrefillPace(BOUND, 16)
-    pace.note(0, 0.02)
+    note(pace, 0, 0.02)
     for _ in range(30):
-        pace.note(pace.max_prompt_tokens, 0.02 + 1e-3 * pace.max_prompt_tokens)
+        note(pace, pace.max_prompt_tokens, 0.02 + 1e-3 * pace.max_prompt_tokens)
     before = pace.max_prompt_tokens
-    pace.note(before, hiccup)
+    note(pace, before, hiccup)
     for _ in range(8):
-        pace.note(pace.max_prompt_tokens, 0.02 + 1e-3 * pace.max_prompt_tokens)
+        note(pace, pace.max_prompt_tokens, 0.02 + 1e-3 * pace.max_prompt_tokens)
     assert pace.max_prompt_tokens >= 0.9 * before
 
 
 def test_attention_over_a_growing_context_makes_chunks_smaller() -> None:
     pace = PrefillPace(BOUND, 16)
-    pace.note(0, 0.02)
+    note(pace, 0, 0.02)
     counts = []
     for step in range(200):
         counts.append(pace.max_prompt_tokens)
         seconds = 0.02 + (2e-4 + 1e-5 * step) * counts[-1]
         if step > 20:
             assert seconds <= 1.05 * BOUND
-        pace.note(counts[-1], seconds)
+        note(pace, counts[-1], seconds)
     assert counts[-1] < counts[30] / 2
+
+
+@given(
+    sizes=st.lists(st.integers(128, 512), min_size=30, max_size=30),
+    begun=st.floats(0.1, 0.9),
+)
+def test_parts_of_steps_teach_as_much_as_whole_ones(sizes: list[int], begun: float) -> None:
+    pace = PrefillPace(BOUND, 16)
+    pace.note([StepShare(0, begun), StepShare(0, 1 - begun)], 0.02)
+    for before, after in pairwise(sizes):
+        shares = [StepShare(before, 1 - begun), StepShare(after, begun)]
+        pace.note(shares, sum(each.share * (0.02 + 1e-3 * each[0]) for each in shares))
+    assert pace.max_prompt_tokens in (204, 205)  # (0.9 * 0.25 - 0.02) / 1e-3
+
+
+def test_prompts_that_begin_meanwhile_are_no_part_of_what_decoding_costs() -> None:
+    pace = PrefillPace(BOUND, 16)
+    note(pace, 0, 0.02)
+    for _ in range(20):
+        pace.note([StepShare(0, 1.0), StepShare(100, 0.5)], 0.02 + 0.5 * (0.02 + 0.1))
+    assert pace.max_prompt_tokens in (200, 204, 205)

@@ -157,6 +157,7 @@ def make_engine(
     tokenizer: Tokenizer | None = None,
     clock: Callable[[], float] = time.monotonic,
     embedding: EmbeddingSpec | None = None,
+    chunk_multiple: int = 1,
     **settings: object,
 ) -> Engine:
     """An engine over a fake runner with blocks of four tokens, checked after every step."""
@@ -177,7 +178,7 @@ def make_engine(
     )
     return Engine(
         config,
-        Scheduler(kv, config),
+        Scheduler(kv, config, chunk_multiple=chunk_multiple),
         runner or FakeRunner(),
         tokenizer or byte_tokenizer(),
         limits,
