@@ -38,6 +38,7 @@ from pagedmlx.errors import (
 from pagedmlx.kv.store import KVStore
 from pagedmlx.kv.writer import PoolWriter
 from pagedmlx.models.adapter import ModelAdapter
+from pagedmlx.models.flat_rows import keep_rows_flat
 from pagedmlx.models.fused import fuse_projections
 from pagedmlx.models.loader import LoadedModel
 from pagedmlx.models.parts import RowLayout
@@ -80,6 +81,7 @@ def build_engine(
     """
     with ExitStack() as undo:
         fuse_projections(loaded.model)
+        keep_rows_flat(loaded.model)
         on_gpu = mx.default_device() == mx.Device(mx.gpu)
         if on_gpu:
             # Fewer launches; a CPU has none, and keeps mlx-lm's own rounding.

@@ -17,6 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from pagedmlx.models.dry_run import distinct_modules, dry_run
+from pagedmlx.models.flat_rows import FlatRows, flat_rows
 from pagedmlx.models.linear import TransposedLinear
 
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -157,8 +158,9 @@ class JoinedLinear(nn.Module):
         """One piece of the output for ``x``; computes all of them unless they wait already."""
         waiting = self._waiting
         if waiting is None or waiting.input() is not x or index not in waiting.pieces:
-            pieces = mx.split(self.linear(x), list(self._ends[:-1]), axis=-1)
-            waiting = _Waiting(weakref.ref(x, self._forget), dict(enumerate(pieces)))
+            pieces = mx.split(self.linear(flat_rows(x)), list(self._ends[:-1]), axis=-1)
+            shaped = (FlatRows(piece, (*x.shape[:-1], piece.shape[-1])) for piece in pieces)
+            waiting = _Waiting(weakref.ref(x, self._forget), dict(enumerate(shaped)))
             self._waiting = waiting
         found = waiting.pieces.pop(index)
         if not waiting.pieces:

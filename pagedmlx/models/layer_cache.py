@@ -12,6 +12,7 @@ import mlx.core as mx
 from pagedmlx.kv.store import KVStore
 from pagedmlx.kv.writer import NewRows, Rope
 from pagedmlx.models.deferred_rope import DeferredRopes, not_rotated
+from pagedmlx.models.flat_rows import FlatRows
 from pagedmlx.models.hand_over import HandOver
 from pagedmlx.models.parts import Part
 from pagedmlx.models.survey import stand_ins
@@ -210,9 +211,9 @@ class LayerCache:
             AttentionParams(scale=scale, window=rows.window, sinks=sinks),
         )
         rows.hand_over(output)
+        num_rows, num_heads, head_dim = output.shape
         if rows.part.length == 1:
-            return mx.expand_dims(output, 2)
-        num_heads, head_dim = output.shape[1:]
+            return FlatRows(output.reshape(num_rows, -1), (num_rows, num_heads, 1, head_dim))
         return output.reshape(-1, rows.part.length, num_heads, head_dim).swapaxes(1, 2)
 
     def _rotate_and_write(
@@ -255,6 +256,4 @@ class LayerCache:
 
 def _by_row(array: mx.array) -> mx.array:
     """(S, heads, L, D) as (S * L, heads, D)."""
-    if array.shape[2] == 1:
-        return array.squeeze(2)
     return array.swapaxes(1, 2).reshape(-1, array.shape[1], array.shape[3])

@@ -190,7 +190,7 @@ def _is_chain(layers: list[Any], calls: list[_Call]) -> bool:
     """Whether each layer is called once, in turn, on what the one before gave, and no more."""
     if not calls or [id(call.layer) for call in calls] != [id(layer) for layer in layers]:
         return False
-    if any(type(call.output) is not mx.array for call in calls):
+    if not all(isinstance(call.output, mx.array) for call in calls):
         return False
     if any(after.x is not before.output for before, after in pairwise(calls)):
         return False

@@ -1,9 +1,11 @@
-"""TransposedLinear: a linear layer whose product is one step of MLX's graph less."""
+"""TransposedLinear: a linear layer whose product is but one node of MLX's graph."""
 
 from __future__ import annotations
 
 import mlx.core as mx
 import mlx.nn as nn
+
+from pagedmlx.models.flat_rows import FlatRows, flat_rows
 
 
 class TransposedLinear(nn.Module):
@@ -24,6 +26,10 @@ class TransposedLinear(nn.Module):
 
     def __call__(self, x: mx.array) -> mx.array:
         """Multiply with the weights; (..., input size) to (..., output size)."""
-        if "bias" in self:
-            return mx.addmm(self.bias, x, self._transposed)
-        return x @ self._transposed
+        rows = flat_rows(x)
+        product = (
+            mx.addmm(self.bias, rows, self._transposed)
+            if "bias" in self
+            else rows @ self._transposed
+        )
+        return FlatRows(product, (*x.shape[:-1], product.shape[-1]))

@@ -14,6 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from pagedmlx.models.dry_run import distinct_modules, dry_run
+from pagedmlx.models.flat_rows import FlatRows, flat_rows
 from pagedmlx.models.linear import TransposedLinear
 
 
@@ -48,20 +49,21 @@ def add_in_products(model: nn.Module) -> int:
     return sum(watched.num_calls for watched in adding)
 
 
-class Product(mx.array):
+class Product(FlatRows):
     """A product which, where it is added to an array of its own shape, has a way of its own.
 
-    Once it was changed in place it is an array like any other.
-
     Args:
-        product: The array that it is.
+        flat: (N, size); the product.
+        shape: Of as many elements.
         add_to: That way.
     """
 
     __slots__ = ("_add_to",)
 
-    def __init__(self, product: mx.array, add_to: Callable[[mx.array], mx.array]) -> None:
-        super().__init__(product)
+    def __init__(
+        self, flat: mx.array, shape: tuple[int, ...], add_to: Callable[[mx.array], mx.array]
+    ) -> None:
+        super().__init__(flat, shape)
         self._add_to: Callable[[mx.array], mx.array] | None = add_to
 
     def __add__(self, other: Any) -> mx.array:
@@ -73,21 +75,9 @@ class Product(mx.array):
     # For ``x + product`` Python asks the more special class first, which is this one.
     __radd__ = __add__
 
-
-def _forgetting(name: str) -> Callable[..., Any]:
-    """A method of arrays that changes them in place, for products."""
-    change = getattr(mx.array, name)
-
-    def method(self: Product, *args: Any) -> Any:
+    def _forget(self) -> None:
+        super()._forget()
         self._add_to = None
-        return change(self, *args)
-
-    return method
-
-
-_IN_PLACE = "add sub mul matmul truediv floordiv mod pow and or xor lshift rshift"
-for _name in ("__setitem__", *(f"__i{operation}__" for operation in _IN_PLACE.split())):
-    setattr(Product, _name, _forgetting(_name))
 
 
 class AddingLinear(TransposedLinear):
@@ -102,16 +92,16 @@ class AddingLinear(TransposedLinear):
 
     def __call__(self, x: mx.array) -> mx.array:
         """Multiply with the weights; (..., input size) to (..., output size)."""
-        product = super().__call__(x)
         if _is_one_row(x):
-            return product  # MLX is fastest with one row where nothing is added
+            return super().__call__(x)  # MLX is fastest with one row where nothing is added
         # MLX would take (T, 1, size) for T products. Reshaped now, as x may be changed in place.
-        rows = x.reshape(-1, x.shape[-1])
-        return Product(product, lambda other: self._added(other, rows))
+        rows = flat_rows(x)
+        product = rows @ self._transposed
+        shape = (*x.shape[:-1], product.shape[-1])
+        return Product(product, shape, lambda other: self._added(other, rows))
 
     def _added(self, other: mx.array, rows: mx.array) -> mx.array:
-        total = mx.addmm(other.reshape(-1, other.shape[-1]), rows, self._transposed)
-        return total.reshape(other.shape)
+        return FlatRows(mx.addmm(flat_rows(other), rows, self._transposed), other.shape)
 
 
 def _is_one_row(x: mx.array) -> bool:
@@ -133,7 +123,9 @@ class _Watched:
         product = self.layer(x)
         if _is_one_row(x):
             return product
-        return Product(product, lambda other: self._added(other, product, index))
+        return Product(
+            flat_rows(product), product.shape, lambda other: self._added(other, product, index)
+        )
 
     def __getattr__(self, name: str) -> Any:
         """What a model looks at besides, such as the weights' type."""
