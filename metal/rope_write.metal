@@ -1,9 +1,9 @@
 // Rotates queries and keys by their positions (RoPE), and writes the rotated keys and the values
 // into their slots of the pool, in place.
 //
-// Inputs   queries    (T, H * FACTOR, 1, DK) of T, not rotated; lies in memory as its strides say
-//          keys       (T, H, 1, DK) likewise
-//          values     (T, H, 1, DV) likewise
+// Inputs   queries    (T, H * FACTOR * DK) of T, not rotated; lies in memory as its strides say
+//          keys       (T, H * DK) likewise
+//          values     (T, H * DV) likewise
 //          positions  (T or more,) int32, padded to 8 elements
 //          freqs      (DIMS / 2,) float32: wavelength of each pair over 2 pi; only where HAS_FREQS
 //          k_pool     (blocks, H, BS, DK) of KT, or (blocks, BS, H, DK) where SLOT_MAJOR; written
@@ -45,17 +45,17 @@ UNROLL for (int i = 0; i < HEADS; ++i) {
   const int head = first_head + i;
   const bool is_key = head < H;
   if (head < H * (1 + FACTOR) && 2 * pair < DK) {
-    const device T* from = is_key ? keys + row * keys_strides[0] + head * keys_strides[1]
-                                  : queries + row * queries_strides[0] +
-                                        (head - H) * queries_strides[1];
-    const long step = is_key ? keys_strides[3] : queries_strides[3];
+    const long step = is_key ? keys_strides[1] : queries_strides[1];
+    const device T* from = is_key ? keys + row * keys_strides[0] + head * DK * step
+                                  : queries + row * queries_strides[0] + (head - H) * DK * step;
     x[i] = from[low * step];
     y[i] = from[high * step];
   }
   if (is_key && 2 * pair < DV) {
-    const device T* from = values + row * values_strides[0] + head * values_strides[1];
-    v[i][0] = from[2 * pair * values_strides[3]];
-    v[i][1] = from[(2 * pair + 1) * values_strides[3]];
+    const long step = values_strides[1];
+    const device T* from = values + row * values_strides[0] + head * DV * step;
+    v[i][0] = from[2 * pair * step];
+    v[i][1] = from[(2 * pair + 1) * step];
   }
 }
 float cosine = 1.0f;

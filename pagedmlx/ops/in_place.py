@@ -71,7 +71,9 @@ class InPlaceWriter:
         """See ``RotatingWriter.write_rotated``."""
         num_rows, num_heads, _, head_dim = rows.queries.shape
         variant = self._rope_variant(pool, rows.queries, rope, heads_per_thread(num_rows))
-        inputs = [rows.queries, rows.keys, rows.values, rows.positions]
+        # Heads of a row lie side by side, whatever shape models give them.
+        inputs = [each.reshape(num_rows, -1) for each in (rows.queries, rows.keys, rows.values)]
+        inputs.append(rows.positions)
         if rope.freqs is not None:
             inputs.append(rope.freqs)
         inputs += [*pool.bound, self._padded(rows.slots), token]
