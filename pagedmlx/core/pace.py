@@ -9,8 +9,9 @@ _TARGET = 0.9
 """Share of the bound that is aimed at; steps are never equally long."""
 _WEIGHT = 0.5
 """Of the newest measurement."""
-_MOST = 4.0
-"""A measurement counts as at most so many times what was expected: one hiccup is no trend."""
+_LEAST, _MOST = 0.5, 4.0
+"""A measurement counts as at least and at most so many times what was expected: one hiccup is no
+trend, and what seems cheap may only not be done yet."""
 
 
 class StepShare(NamedTuple):
@@ -77,4 +78,4 @@ class PrefillPace:
 def _mean(old: float | None, new: float) -> float:
     if old is None:
         return new
-    return old + _WEIGHT * (min(new, _MOST * old) - old)
+    return old + _WEIGHT * (min(max(new, _LEAST * old), _MOST * old) - old)

@@ -52,8 +52,6 @@ class Pacer:
         """
         now = self._clock()
         start = self._starts.pop(step.step_id)[1]
-        if start > self._last_end:
-            self._begun = 0.0
         # The device began with it when it was done with the one before.
         began = max(start, self._last_end)
         shares = [StepShare(step.num_prompt_tokens, 1.0 - self._begun)]

@@ -92,7 +92,7 @@ def test_attention_over_a_growing_context_makes_chunks_smaller() -> None:
 )
 def test_parts_of_steps_teach_as_much_as_whole_ones(sizes: list[int], begun: float) -> None:
     pace = PrefillPace(BOUND, 16)
-    pace.note([StepShare(0, begun), StepShare(0, 1 - begun)], 0.02)
+    pace.note([StepShare(0, begun / 2), StepShare(0, begun / 2)], 0.02 * begun)
     for before, after in pairwise(sizes):
         shares = [StepShare(before, 1 - begun), StepShare(after, begun)]
         pace.note(shares, sum(each.share * (0.02 + 1e-3 * each[0]) for each in shares))
@@ -105,3 +105,14 @@ def test_prompts_that_begin_meanwhile_are_no_part_of_what_decoding_costs() -> No
     for _ in range(20):
         pace.note([StepShare(0, 1.0), StepShare(100, 0.5)], 0.02 + 0.5 * (0.02 + 0.1))
     assert pace.max_prompt_tokens in (200, 204, 205)
+
+
+def test_a_step_that_takes_no_time_makes_the_next_a_third_longer() -> None:
+    pace = PrefillPace(BOUND, 16)
+    note(pace, 0, 0.02)
+    for _ in range(20):
+        note(pace, 100, 0.02 + 0.1)
+    before = pace.max_prompt_tokens
+    note(pace, 200, 0.001)
+    assert pace.max_prompt_tokens == int(0.205 / 0.00075)
+    assert 1.3 < pace.max_prompt_tokens / before < 1.4

@@ -7,9 +7,11 @@ from itertools import pairwise
 
 import pytest
 
+from pagedmlx.core.pace import PrefillPace, StepShare
 from pagedmlx.core.sampling_params import SamplingParams
 from pagedmlx.core.step import Step, StepResult
 from pagedmlx.engine.outputs import Job
+from pagedmlx.engine.pacer import Pacer
 from pagedmlx.models.hand_over import LARGE_ROWS
 from tests.support.engines import FakeRunner, make_engine
 
@@ -127,3 +129,86 @@ def test_a_stream_waits_no_longer_where_the_host_learns_late_that_a_step_has_end
     fitting = (0.9 * bound_ms / 1000 - device.step_s) / device.token_s
     num_chunks = sum(count > 0 for count in device.chunks)
     assert num_chunks <= 16_384 / min(CHUNK, fitting / 2) + 14
+
+
+@pytest.mark.parametrize("step_s", [0.002, 0.02])
+@pytest.mark.parametrize("token_s", [1e-5, 1e-4])
+@pytest.mark.parametrize("host_s", [0.001, 0.03])
+@pytest.mark.parametrize("begun", [0.0, 0.3, 0.9])
+def test_no_host_and_no_device_make_the_pace_run_away(
+    begun: float, host_s: float, token_s: float, step_s: float
+) -> None:
+    for bound_ms in (30, 120):
+        device = Device(step_s=step_s, token_s=token_s, host_s=host_s, begun=begun)
+        gaps = gaps_of_a_stream(device, 1, bound_ms, num_prompt_tokens=16_384, chunk_multiple=CHUNK)
+        assert max(gaps) <= 1.5 * max(bound_ms / 1000, 2 * step_s, 2 * host_s)
+
+
+class Recording:
+    """A pacer with a clock that is set by hand, and what its pace is told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 10.0
+        self.told: list[tuple[list[StepShare], float]] = []
+        monkeypatch.setattr(
+            PrefillPace, "note", lambda _, *told: self.told.append((told[0], round(told[1], 6)))
+        )
+        self.pacer = Pacer(0.1, 16, lambda: self.now)
+        self._steps: dict[int, Step] = {}
+
+    def start(self, step_id: int, num_prompt_tokens: int, at: float) -> None:
+        self.now = at
+        step = self._steps[step_id] = OneStep(step_id, num_prompt_tokens)  # type: ignore[assignment]
+        self.pacer.start(step)
+
+    def end(self, step_id: int, at: float, waits_since: float | None = None) -> None:
+        self.now = at if waits_since is None else waits_since
+        self.pacer.wait()
+        self.now = at
+        self.pacer.end(self._steps[step_id])
+
+
+@dataclass
+class OneStep:
+    step_id: int
+    num_prompt_tokens: int
+
+
+def test_a_step_that_was_waited_for_is_measured_from_the_end_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    record = Recording(monkeypatch)
+    record.start(1, 0, at=11.0)
+    record.start(2, 100, at=11.1)
+    record.end(1, at=12.0, waits_since=11.2)
+    record.start(3, 50, at=12.1)
+    record.end(2, at=14.0, waits_since=12.2)
+    assert record.told == [([(0, 1.0)], 1.0), ([(100, 1.0)], 2.0)]
+
+
+def test_one_that_was_not_is_measured_with_half_of_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    record = Recording(monkeypatch)
+    record.start(1, 0, at=11.0)
+    record.start(2, 100, at=11.1)
+    record.end(1, at=12.0)
+    record.start(3, 50, at=12.1)
+    record.end(2, at=14.0, waits_since=13.95)  # that is to read it
+    record.end(3, at=15.0, waits_since=14.0)
+    assert record.told == [
+        ([(0, 1.0), (100, 0.5)], 1.0),
+        ([(100, 0.5), (50, 0.5)], 2.0),
+        ([(50, 0.5)], 1.0),
+    ]
+
+
+def test_the_last_one_is_measured_alone_and_idle_time_is_none_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    record = Recording(monkeypatch)
+    record.start(1, 7, at=11.0)
+    record.end(1, at=12.0)
+    record.start(2, 9, at=100.0)
+    record.end(2, at=100.5)
+    assert record.told == [([(7, 1.0)], 1.0), ([(9, 1.0)], 0.5)]

@@ -128,10 +128,12 @@ class RopeCase:
         def random(*shape: int) -> mx.array:
             return mx.array(rng.standard_normal(shape, dtype=np.float32)).astype(dtype)
 
-        if self.layout == "transposed":
-            return [random(dim, 1, heads, num_rows).transpose(3, 2, 1, 0) for heads, dim in shapes]
+        apart = [random(num_rows, heads, 1, dim) for heads, dim in shapes]
         if self.layout == "apart":
-            return [random(num_rows, heads, 1, dim) for heads, dim in shapes]
+            return apart
+        if self.layout == "transposed":
+            turned = [random(h, 1, dim, num_rows).transpose(3, 0, 1, 2) for h, dim in shapes]
+            return [turned[0], apart[1], turned[2]]
         ends = np.cumsum([heads * dim for heads, dim in shapes]).tolist()
         pieces = mx.split(random(num_rows, 1, ends[-1]), ends[:-1], axis=-1)
         return [
