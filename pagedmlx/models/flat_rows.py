@@ -51,7 +51,7 @@ class FlatRows(mx.array):
     def transpose(self, *axes: Any, **others: Any) -> mx.array:
         """Likewise where only axes of length 1 move."""
         order = axes[0] if len(axes) == 1 and not isinstance(axes[0], int) else axes
-        shape = self._moved(order or range(self.ndim)[::-1])
+        shape = self._moved(order)
         if self._flat is None or shape is None or others:
             return super().transpose(*axes, **others)
         return FlatRows(self._flat, shape)

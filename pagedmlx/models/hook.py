@@ -69,7 +69,7 @@ class FlatSwiglu(_StandIn):
 
     def __call__(self, gate: mx.array, x: mx.array) -> mx.array:
         """SiLU of one, times the other."""
-        if isinstance(gate, FlatRows) and isinstance(x, FlatRows) and gate.shape == x.shape:
+        if isinstance(gate, FlatRows) and gate.shape == x.shape:
             return FlatRows(self.original(flat_rows(gate), flat_rows(x)), x.shape)
         return self.original(gate, x)
 

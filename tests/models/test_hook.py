@@ -6,9 +6,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx_lm.models import base, gemma2, llama, qwen3
+from mlx_lm.models import activations, base, gemma2, llama, qwen3
 
-from pagedmlx.models.hook import BlockAttention, install_hook
+from pagedmlx.models.flat_rows import FlatRows
+from pagedmlx.models.hook import BlockAttention, FlatSwiglu, install_hook
 from tests.support.tiny_models import tiny_model
 
 ORIGINAL = base.scaled_dot_product_attention
@@ -48,6 +49,25 @@ def test_the_hook_binds_the_model_own_modules_and_undo_restores_them() -> None:
     assert base.scaled_dot_product_attention is ORIGINAL
     handle.undo()
     assert llama.scaled_dot_product_attention is ORIGINAL
+
+
+def test_swiglu_keeps_rows_flat_and_is_restored() -> None:
+    original = activations.swiglu
+    flat = mx.random.normal((3, 8), key=mx.random.key(0))
+    rows, one = FlatRows(flat, (3, 1, 8)), mx.ones((1, 1, 8))
+    with install_hook(tiny_model("llama").model):
+        assert isinstance(llama.swiglu, FlatSwiglu)
+        found = llama.swiglu(rows, FlatRows(flat, (3, 1, 8)))
+        assert isinstance(found, FlatRows)
+        assert not isinstance(llama.swiglu(flat, flat), FlatRows)
+        for gate, x in [(rows, rows), (rows, flat[:, None]), (flat[:, None], rows), (rows, one)]:
+            assert mx.array_equal(llama.swiglu(gate, x), original(mx.array(gate), mx.array(x)))
+    assert llama.swiglu is original
+
+
+def test_mlx_lm_keeps_its_own_function_for_models_that_come_later() -> None:
+    with install_hook(tiny_model("gpt_oss").model):  # a class of its own lies beside the function
+        assert not isinstance(activations.swiglu, FlatSwiglu)
 
 
 def test_two_users_share_one_hook_and_the_last_one_restores() -> None:

@@ -89,6 +89,11 @@ def written_into(p: Any, h: Any, x: Any) -> Any:
     return h + p
 
 
+def seen_anew(p: Any, h: Any, x: Any) -> Any:
+    p *= 2
+    return p.reshape(-1, 4) + h.reshape(-1, 4)
+
+
 def input_changed(p: Any, h: Any, x: Any) -> Any:
     x += 1
     return h + p
@@ -131,6 +136,7 @@ WAYS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "powers in place": to_a_power,
     "a matrix in place": by_a_matrix,
     "written into": written_into,
+    "in another shape after a change": seen_anew,
     "the input changed": input_changed,
     "the stream changed": stream_changed,
     "the stream in place": as_a_stream,
