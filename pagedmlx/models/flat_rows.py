@@ -26,7 +26,7 @@ class FlatRows(mx.array):
 
     Args:
         flat: (N, size).
-        shape: Of as many elements.
+        shape: Of as many elements, with at least one axis.
     """
 
     __slots__ = ("_flat",)
@@ -40,10 +40,10 @@ class FlatRows(mx.array):
 
     def reshape(self, *shape: Any, **others: Any) -> mx.array:
         """As MLX does it, but of the rows."""
-        if self._flat is None or others:
-            return super().reshape(*shape, **others)
         if len(shape) == 1 and not isinstance(shape[0], int):
             (shape,) = shape
+        if self._flat is None or not shape or others:
+            return super().reshape(shape, **others)
         if -1 in shape:
             shape = super().reshape(shape).shape
         return FlatRows(self._flat, shape)

@@ -119,6 +119,17 @@ def test_what_is_wrong_is_said_by_mlx(way: Callable[[Any], Any]) -> None:
         way(FlatRows(flat_array(), (3, 1, 8)))
 
 
+def test_a_single_element_may_have_no_axes() -> None:
+    one = FlatRows(flat_array(1, 1), (1, 1, 1))
+    assert one.reshape(()).shape == one.reshape([]).shape == ()
+    assert one.reshape(()).item() == one.item()
+
+
+def test_axes_may_be_an_array() -> None:
+    x = FlatRows(flat_array(), (3, 1, 8)).transpose(np.array([1, 0, 2]))
+    assert x.shape == (1, 3, 8)
+
+
 @pytest.mark.parametrize("rows", [1, 3])
 def test_views_of_views_are_one_node(rows: int) -> None:
     flat = flat_array(rows) * 2
