@@ -256,4 +256,7 @@ class LayerCache:
 
 def _by_row(array: mx.array) -> mx.array:
     """(S, heads, L, D) as (S * L, heads, D)."""
-    return array.swapaxes(1, 2).reshape(-1, array.shape[1], array.shape[3])
+    num_sequences, num_heads, length, head_dim = array.shape
+    if length == 1:
+        return array.reshape(num_sequences, num_heads, head_dim)
+    return array.swapaxes(1, 2).reshape(-1, num_heads, head_dim)
