@@ -72,9 +72,8 @@ async def obey(app: ChatApp, pane: ConversationPane, command: Command, rest: str
         case "delete" if not rest and conversation.messages:
             app.tell(f"/delete yes deletes “{conversation.shown_title}” for good")
         case "delete":
-            await pane.stopped()
+            await pane.discard()
             app.store.delete(conversation.conversation_id)
-            conversation.messages.clear()
             await app.close_pane(pane)
         case "clear":
             await pane.clear()

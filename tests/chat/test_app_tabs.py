@@ -17,6 +17,7 @@ from pagedmlx.chat.app import ChatApp
 from pagedmlx.chat.screens.saved import SavedScreen
 from pagedmlx.chat.screens.settings import SettingsScreen
 from pagedmlx.chat.store import Store
+from pagedmlx.chat.widgets.pane import ConversationPane
 from pagedmlx.core.sequence import Sequence
 from tests.support.chat import (
     WAIT_S,
@@ -208,6 +209,26 @@ def test_rename_export_clear_and_delete(tmp_path: Path) -> None:
         await shows(pilot, "why?")
         await say(pilot, "/delete yes")
         await until(pilot, lambda: app.store.search() == [])
+
+    play(FakeClient(), story, tmp_path / "chat.db")
+
+
+def test_a_conversation_that_is_deleted_may_be_drawn_until_its_tab_is_gone(tmp_path: Path) -> None:
+    async def story(app: ChatApp, pilot: Pilot[int]) -> None:
+        await say(pilot, "why?")
+        await settle(pilot)
+        close, closed = app.close_pane, list[ConversationPane]()
+
+        async def closing(pane: ConversationPane) -> None:
+            pane.draw()
+            pane.show_status()
+            closed.append(pane)
+            await close(pane)
+
+        app.close_pane = closing  # type: ignore[method-assign]
+        await say(pilot, "/delete yes")
+        await until(pilot, lambda: bool(closed) and closed[0] not in app.panes)
+        assert app.store.search() == []
 
     play(FakeClient(), story, tmp_path / "chat.db")
 

@@ -229,8 +229,16 @@ class ConversationPane(TabPane):
     async def clear(self) -> None:
         """Begin another conversation with the same settings; the last one stays saved."""
         await self.stopped()
+        self._host.save(self.conversation)
+        await self._begin_another()
+
+    async def discard(self) -> None:
+        """The same, and nothing is left of the last one here, saved or not."""
+        await self.stopped()
+        await self._begin_another()
+
+    async def _begin_another(self) -> None:
         before = self.conversation
-        self._host.save(before)
         self.conversation = Conversation(system=before.system, params=before.params)
         self.transcript.conversation = self.conversation
         self._candidates, self._editing, self.progress = (), None, Progress()
