@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -65,11 +64,11 @@ class FlatRows(mx.array):
     def _moved(self, order: Sequence[int]) -> tuple[int, ...] | None:
         """The shape with its axes in another order; None if that changes the elements' order."""
         shape = self.shape
-        if len(order) != len(shape):
+        axes = [axis + len(shape) if axis < 0 else axis for axis in order]
+        if sorted(axes) != list(range(len(shape))):
             return None  # MLX says what is wrong with that
-        long_ones = [axis % len(shape) for axis in order if shape[axis] > 1]
-        in_order = all(before < after for before, after in pairwise(long_ones))
-        return tuple(shape[axis] for axis in order) if in_order else None
+        long_ones = [axis for axis in axes if shape[axis] > 1]
+        return tuple(shape[axis] for axis in axes) if long_ones == sorted(long_ones) else None
 
     def _forget(self) -> None:
         self._flat = None

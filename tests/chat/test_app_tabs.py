@@ -213,7 +213,9 @@ def test_rename_export_clear_and_delete(tmp_path: Path) -> None:
     play(FakeClient(), story, tmp_path / "chat.db")
 
 
-def test_a_conversation_that_is_deleted_may_be_drawn_until_its_tab_is_gone(tmp_path: Path) -> None:
+def test_a_conversation_that_is_deleted_may_be_drawn_until_its_tab_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def story(app: ChatApp, pilot: Pilot[int]) -> None:
         await say(pilot, "why?")
         await settle(pilot)
@@ -225,7 +227,7 @@ def test_a_conversation_that_is_deleted_may_be_drawn_until_its_tab_is_gone(tmp_p
             closed.append(pane)
             await close(pane)
 
-        app.close_pane = closing  # type: ignore[method-assign]
+        monkeypatch.setattr(app, "close_pane", closing)
         await say(pilot, "/delete yes")
         await until(pilot, lambda: bool(closed) and closed[0] not in app.panes)
         assert app.store.search() == []

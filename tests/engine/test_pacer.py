@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -154,12 +155,12 @@ class Recording:
             PrefillPace, "note", lambda _, *told: self.told.append((told[0], round(told[1], 6)))
         )
         self.pacer = Pacer(0.1, 16, lambda: self.now)
-        self._steps: dict[int, Step] = {}
+        self._steps: dict[int, Any] = {}
 
     def start(self, step_id: int, num_prompt_tokens: int, at: float) -> None:
         self.now = at
-        step = self._steps[step_id] = OneStep(step_id, num_prompt_tokens)  # type: ignore[assignment]
-        self.pacer.start(step)
+        self._steps[step_id] = OneStep(step_id, num_prompt_tokens)
+        self.pacer.start(self._steps[step_id])
 
     def end(self, step_id: int, at: float, waits_since: float | None = None) -> None:
         self.now = at if waits_since is None else waits_since

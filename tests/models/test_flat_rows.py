@@ -112,10 +112,19 @@ def test_axes_in_any_order_are_right(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize(
-    "way", [lambda x: x.reshape(5), lambda x: x.transpose(0, 1), lambda x: x.reshape(-1, -1)]
+    "way",
+    [
+        lambda x: x.reshape(5),
+        lambda x: x.reshape(-1, -1),
+        lambda x: x.transpose(0, 1),
+        lambda x: x[:1].reshape(1, 1, 8).transpose(0, 0, 2),
+        lambda x: x.transpose(1, 1, 2),
+        lambda x: x.transpose(0, 1, 3),
+        lambda x: x.swapaxes(0, 3),
+    ],
 )
 def test_what_is_wrong_is_said_by_mlx(way: Callable[[Any], Any]) -> None:
-    with pytest.raises((ValueError, RuntimeError)):
+    with pytest.raises((ValueError, RuntimeError, IndexError)):
         way(FlatRows(flat_array(), (3, 1, 8)))
 
 
