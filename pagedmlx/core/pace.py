@@ -14,6 +14,16 @@ _LEAST, _MOST = 0.5, 4.0
 trend, and what seems cheap may only not be done yet."""
 
 
+_MORE = 1.25
+"""A step may always take so many times as long as it would with prompts of hardly any tokens."""
+_KEPT = 0.8
+"""Weight of a measurement against the next one, in the search for what having prompts costs."""
+_DOUBT = 0.01
+"""How strongly that is held to be nothing, against the relative variance of the steps' tokens."""
+_MOST_AT_ONCE = 0.9
+"""Share of the time of a step's prompts that may be taken for that; the rest is their tokens'."""
+
+
 class StepShare(NamedTuple):
     """A part of what was measured.
 
@@ -29,15 +39,13 @@ class StepShare(NamedTuple):
 class PrefillPace:
     """Learns from the steps' times how long prompt tokens take, beside steps that only decode.
 
-    Steps may always come to take twice as long as one that only decodes.
-
-    A step is taken to last as long as one that only decodes, and then so much for each prompt
-    token. Whatever else it costs goes into the latter, which settles at the right number all the
-    same, because the next step has about as many tokens.
+    A step is taken to last as long as one that only decodes, so much for having prompts at all,
+    which is the host's work where its graph isn't compiled, and so much for each prompt token.
 
     Args:
-        bound_s: Longest time that a stream should wait for its next token.
-        least: Tokens that prompts always get, so that they come to an end.
+        bound_s: Longest time that a stream should wait for its next token. Where steps can't be
+            that short or hardly any of it is left to prompts, they take longer.
+        least: Tokens that prompts always get, or half as many, so that they come to an end.
     """
 
     def __init__(self, bound_s: float, least: int) -> None:
@@ -45,7 +53,8 @@ class PrefillPace:
         self._least = least
         self._decode_s = 0.0
         self._token_s: float | None = None
-        self._most_seen = least
+        self._prompts_s = _Intercept()
+        self._most_seen = self._last = least
 
     def note(self, shares: Sequence[StepShare], seconds: float) -> None:
         """Learn from how long something took.
@@ -59,8 +68,12 @@ class PrefillPace:
         if num_tokens == 0:
             self._decode_s = _mean(self._decode_s or None, seconds / num_steps)
             return
+        self._last = shares[-1].num_prompt_tokens
         self._most_seen = max(self._most_seen, *(each.num_prompt_tokens for each in shares))
-        token_s = max(seconds - num_steps * self._decode_s, 0.0) / num_tokens
+        num_prompts = sum(each.share for each in shares if each.num_prompt_tokens)
+        beside_s = max(seconds - num_steps * self._decode_s, 0.0)
+        self._prompts_s.note(num_tokens / num_prompts, beside_s / num_prompts)
+        token_s = max(beside_s - num_prompts * self._prompts_s.value, 0.0) / num_tokens
         self._token_s = _mean(self._token_s, token_s)
 
     @property
@@ -68,11 +81,42 @@ class PrefillPace:
         """Prompt tokens of the next step that other sequences must wait for."""
         if not self._token_s:
             return self._least
+        without_s = self._decode_s + self._prompts_s.value
         # Where steps are as slow without prompts, prompts would wait long to gain streams little.
-        target_s = max(self._target_s, 2 * self._decode_s)
-        fitting = int((target_s - self._decode_s) / self._token_s)
+        target_s = max(self._target_s, 2 * self._decode_s, _MORE * without_s)
+        fitting = int((target_s - without_s) / self._token_s)
+        if fitting < self._least:
+            # Turn about, so that it shows whether fewer take less time.
+            half = max(1, self._least // 2)
+            return half if self._last > half else self._least
         # Nobody knows yet what a much larger step would cost.
-        return max(self._least, min(fitting, 2 * self._most_seen))
+        return min(fitting, 2 * self._most_seen)
+
+
+class _Intercept:
+    """What y is where x is 0, by least squares, the newest points counting most.
+
+    Where x hardly varies it can't be known, and is taken to be 0.
+    """
+
+    def __init__(self) -> None:
+        self._sums = [0.0] * 5
+
+    def note(self, x: float, y: float) -> None:
+        """Learn from one more point, neither being negative."""
+        self._sums = [
+            _KEPT * old + new for old, new in zip(self._sums, (1, x, y, x * x, x * y), strict=True)
+        ]
+
+    @property
+    def value(self) -> float:
+        """0 to nearly the mean of y."""
+        weight, x, y, xx, xy = self._sums
+        if not x:
+            return 0.0
+        x, y, xx, xy = x / weight, y / weight, xx / weight, xy / weight
+        slope = (xy - x * y + _DOUBT * x * y) / (xx - x * x + _DOUBT * x * x)
+        return min(max(y - slope * x, 0.0), _MOST_AT_ONCE * y)
 
 
 def _mean(old: float | None, new: float) -> float:
