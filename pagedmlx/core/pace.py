@@ -18,8 +18,8 @@ _MORE = 1.25
 """A step may always take so many times as long as it would with prompts of hardly any tokens."""
 _KEPT = 0.8
 """Weight of a measurement against the next one, in the search for what having prompts costs."""
-_DOUBT = 0.01
-"""How strongly that is held to be nothing, against the relative variance of the steps' tokens."""
+_SPREAD = 0.02
+"""Relative variance of the steps' tokens from which on it shows."""
 _MOST_AT_ONCE = 0.9
 """Share of the time of a step's prompts that may be taken for that; the rest is their tokens'."""
 
@@ -96,27 +96,25 @@ class PrefillPace:
 class _Intercept:
     """What y is where x is 0, by least squares, the newest points counting most.
 
-    Where x hardly varies it can't be known, and is taken to be 0.
+    Attributes:
+        value: 0 to nearly the mean of y. It stays as it is while x hardly varies.
     """
 
     def __init__(self) -> None:
         self._sums = [0.0] * 5
+        self.value = 0.0
 
     def note(self, x: float, y: float) -> None:
-        """Learn from one more point, neither being negative."""
+        """Learn from one more point: x is positive, y not negative."""
         self._sums = [
             _KEPT * old + new for old, new in zip(self._sums, (1, x, y, x * x, x * y), strict=True)
         ]
-
-    @property
-    def value(self) -> float:
-        """0 to nearly the mean of y."""
-        weight, x, y, xx, xy = self._sums
-        if not x:
-            return 0.0
-        x, y, xx, xy = x / weight, y / weight, xx / weight, xy / weight
-        slope = (xy - x * y + _DOUBT * x * y) / (xx - x * x + _DOUBT * x * x)
-        return min(max(y - slope * x, 0.0), _MOST_AT_ONCE * y)
+        weight, *sums = self._sums
+        x, y, xx, xy = (each / weight for each in sums)
+        variance = xx - x * x
+        if variance > _SPREAD * x * x:
+            self.value = max(y - (xy - x * y) / variance * x, 0.0)
+        self.value = min(self.value, _MOST_AT_ONCE * y)
 
 
 def _mean(old: float | None, new: float) -> float:

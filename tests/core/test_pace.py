@@ -27,7 +27,7 @@ def run(
     times = []
     for _ in range(num_steps):
         count = pace.max_prompt_tokens
-        assert count >= least
+        assert count >= least // 2
         times.append(decode_s + prefill_s + count * token_s)
         note(pace, count, times[-1])
     return times
@@ -49,7 +49,9 @@ def test_steps_come_to_fill_the_bound_and_never_exceed_it_by_much(
         assert times[-1] < smallest + 2 * token_s * 16
     else:
         assert max(times) <= 1.05 * bound
-        assert times[-1] >= min(0.8 * bound, smallest) or decode_s + prefill_s > 0.7 * bound
+        # Of two, because one may have half of the least.
+        longer = max(times[-2:])
+        assert longer >= min(0.8 * bound, smallest) or decode_s + prefill_s > 0.7 * bound
 
 
 def test_nothing_is_known_at_first_so_prompts_begin_small_and_double() -> None:
@@ -134,7 +136,7 @@ def test_where_no_step_with_prompts_fits_the_bound_they_are_not_starved(
         counts.append(pace.max_prompt_tokens)
         times.append(decode_s + fixed * BOUND + counts[-1] * token_s)
         note(pace, counts[-1], times[-1])
-    assert sum(counts[50:]) / 50 >= 200
+    assert min(counts[50:]) >= 2000
     # And streams don't wait much longer for it than for a prompt of one token.
     assert max(times[1:]) <= 1.6 * (decode_s + fixed * BOUND)
 
