@@ -62,6 +62,18 @@ def test_nothing_is_known_at_first_so_prompts_begin_small_and_double() -> None:
         note(pace, count, 1e-6 * count)
 
 
+def test_prompts_that_seemed_to_cost_nothing_are_measured_anew() -> None:
+    """Decode steps that are compiled at first are slower than the first with a prompt."""
+    pace = PrefillPace(BOUND, 16)
+    note(pace, 0, 1.0)
+    note(pace, 16, 0.03)
+    for _ in range(40):
+        note(pace, 0, 0.02)
+    for _ in range(20):
+        note(pace, pace.max_prompt_tokens, 0.02 + 1e-3 * pace.max_prompt_tokens)
+    assert 180 <= pace.max_prompt_tokens <= 210
+
+
 @given(hiccup=st.floats(1.0, 100.0))
 def test_one_hiccup_is_forgotten(hiccup: float) -> None:
     pace = PrefillPace(BOUND, 16)
