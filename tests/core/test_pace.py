@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from random import Random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -163,3 +165,48 @@ def test_where_each_token_is_slow_steps_have_the_least_or_half_of_it(
         count = pace.max_prompt_tokens
         assert count in (least, least // 2)
         note(pace, count, 0.1 * BOUND + count * token_s * BOUND)
+
+
+@pytest.mark.parametrize("token_s", [1.0, 1e-3])
+def test_prompts_always_get_a_token(token_s: float) -> None:
+    pace = PrefillPace(BOUND, 1)
+    note(pace, 0, 0.02)
+    for _ in range(30):
+        assert pace.max_prompt_tokens >= 1
+        note(pace, pace.max_prompt_tokens, 0.02 + token_s * pace.max_prompt_tokens)
+
+
+def test_steps_whose_shortest_time_is_the_hosts_do_not_make_long_ones_seem_cheap() -> None:
+    """Up to some length only the host's time shows, and then only the device's."""
+    pace = PrefillPace(BOUND, 16)
+    note(pace, 0, 0.02)
+    for _ in range(60):
+        # The scheduler ends chunks at round positions.
+        count = 1 << (pace.max_prompt_tokens.bit_length() - 1)
+        seconds = max(0.09, 0.02 + 1.4e-4 * count)
+        assert seconds <= BOUND
+        note(pace, count, seconds)
+    assert count == 1024
+
+
+@given(seed=st.integers(0, 1000))
+def test_a_host_that_takes_about_the_target_for_any_prompt_lets_them_grow(seed: int) -> None:
+    generator = Random(seed)
+    pace = PrefillPace(BOUND, 16)
+    note(pace, 0, 0.08)
+    counts = []
+    for _ in range(300):
+        counts.append(1 << (pace.max_prompt_tokens.bit_length() - 1))
+        note(pace, counts[-1], generator.uniform(0.2, 0.25) + 1e-5 * counts[-1])
+    assert sum(counts[100:]) / 200 >= 256
+
+
+def test_what_prompts_cost_at_all_is_no_part_of_steps_without_any() -> None:
+    pace, whole = PrefillPace(BOUND, 16), PrefillPace(BOUND, 16)
+    for each in (pace, whole):
+        note(each, 0, 0.02)
+    for count in [16, 64, 256, 512] * 5:
+        seconds = 0.02 + 0.3 + 1e-4 * count
+        note(whole, count, seconds)
+        pace.note([StepShare(0, 1.0), StepShare(count, 0.5)], 0.02 + 0.5 * seconds)
+    assert abs(pace.max_prompt_tokens - whole.max_prompt_tokens) <= 1
