@@ -45,7 +45,7 @@ class PrefillPace:
 
     A step is taken to last as long as one that only decodes, and then so much for each prompt
     token. Whatever else it costs goes into the latter, which settles at the right number all the
-    same, because the next step has about as many tokens. But where steps come near the target
+    same, if the next step has about as many tokens. But where steps come near the target
     whatever they hold, because of the host's work for a graph that isn't compiled, fewer tokens
     gain nobody anything. So what having prompts costs at all is learnt too, and counts there.
 
