@@ -26,7 +26,6 @@ class Device:
     Attributes:
         step_s: What each step takes.
         token_s: And each of its tokens of prompts.
-        prompts_s: And that there are any.
         host_s: What the host needs to dispatch a step.
         begun: How much of a large step is done before the host comes back from dispatching it.
         now: The time.
@@ -36,7 +35,6 @@ class Device:
 
     step_s: float = 0.02
     token_s: float = 0.001
-    prompts_s: float = 0.0
     host_s: float = 0.0
     begun: float = 0.0
     now: float = 0.0
@@ -56,7 +54,6 @@ class Device:
                 device.now += device.host_s
                 start = max(device.now, device.free)
                 took = device.step_s + device.token_s * step.num_prompt_tokens
-                took += device.prompts_s * bool(step.num_prompt_tokens)
                 device.free = ends[step.step_id] = start + took
                 if step.num_prompt_tokens > LARGE_ROWS and device.begun:
                     device.now = max(device.now, start + device.begun * took)
@@ -146,17 +143,6 @@ def test_no_host_and_no_device_make_the_pace_run_away(
         device = Device(step_s=step_s, token_s=token_s, host_s=host_s, begun=begun)
         gaps = gaps_of_a_stream(device, 1, bound_ms, num_prompt_tokens=16_384, chunk_multiple=CHUNK)
         assert max(gaps) <= 1.5 * max(bound_ms / 1000, 2 * step_s, 2 * host_s)
-
-
-@pytest.mark.parametrize("begun", [0.0, 0.7])
-def test_a_prompt_comes_to_its_end_where_each_step_with_one_takes_longer_than_the_bound(
-    begun: float,
-) -> None:
-    """As on a busy host, which builds a step with prompts for longer than others take."""
-    device = Device(step_s=0.009, token_s=3e-5, prompts_s=0.024, begun=begun)
-    gaps = gaps_of_a_stream(device, 1, 30, num_prompt_tokens=16_384, chunk_multiple=CHUNK)
-    assert len(gaps) <= 300  # with 16 tokens a step it would be more than 1,000
-    assert max(gaps) <= 2 * (0.009 + 0.024)
 
 
 class Recording:
