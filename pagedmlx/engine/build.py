@@ -10,7 +10,8 @@ import mlx.core as mx
 from pagedmlx.config import EngineConfig
 from pagedmlx.core.kv_manager import KVManager
 from pagedmlx.core.pooling import EmbeddingSpec, NoEmbedding
-from pagedmlx.core.scheduler import Scheduler
+from pagedmlx.core.scheduler import LONE_CHUNK, Scheduler
+from pagedmlx.engine.cheap_tokens import measure_cheap_tokens
 from pagedmlx.engine.engine import Engine
 from pagedmlx.engine.grammars import grammar_backend
 from pagedmlx.engine.inputs import EngineLimits
@@ -115,6 +116,10 @@ def build_engine(
             on_progress("measuring", None)
             chunk_multiple = adapter.backend.chunk_multiple(config.max_chunk)
             attention += tune(adapter.backend, config.max_chunk, limits.max_model_len)
+        cheap_tokens = config.block_size
+        if on_gpu and config.max_stream_gap_ms:
+            most = min(LONE_CHUNK, config.max_chunk, limits.max_model_len)
+            cheap_tokens = measure_cheap_tokens(adapter, writer, cheap_tokens, most)
         memory_limits = MemoryLimits(None if limit is None else limit - headroom // OVERSHOOT)
         undo.callback(memory_limits.undo)
         needed = headroom // RUNNING_AHEAD
@@ -147,6 +152,7 @@ def build_engine(
             ModelRunner(adapter, store, sampler, memory_limits.undo),
             tokenizer,
             limits,
+            cheap_tokens=cheap_tokens,
             block_bytes=plan.block_bytes,
             pool_bytes=plan.pool_bytes,
             state_bytes=plan.state_bytes,

@@ -93,6 +93,7 @@ class Engine:
         runner: Runs it.
         tokenizer: The model's.
         limits: What a request may ask for.
+        cheap_tokens: Prompt tokens that a step may always compute beside streams.
         block_bytes: Bytes of one block, for statistics.
         pool_bytes: Bytes that the pool may take, for statistics.
         state_bytes: Bytes set aside for recurrent states, for statistics.
@@ -113,6 +114,7 @@ class Engine:
         tokenizer: Tokenizer,
         limits: EngineLimits,
         *,
+        cheap_tokens: int,
         block_bytes: int = 0,
         pool_bytes: int = 0,
         state_bytes: int = 0,
@@ -140,8 +142,8 @@ class Engine:
         self._pacer: Pacer | None = None
         if config.max_stream_gap_ms:
             bound_s = config.max_stream_gap_ms / 1000
-            self._pacer = Pacer(bound_s, config.block_size, clock)
-            scheduler.max_prompt_tokens = config.block_size
+            self._pacer = Pacer(bound_s, cheap_tokens, clock)
+            scheduler.max_prompt_tokens = cheap_tokens
         self._last_release_s = clock()
         self._live: dict[str, LiveRequest] = {}
         self._under_way: deque[Step] = deque()

@@ -220,8 +220,18 @@ def run_dummy_chunk(adapter: ModelAdapter, num_rows: int, writer: PoolWriter | N
         num_rows: Tokens in the chunk.
         writer: How the pool will be written; by functional update if None.
     """
-    layout = adapter.layout
-    num_blocks = -(-num_rows // layout.block_size)
-    store = KVStore(layout, (num_blocks,) * len(layout.groups), writer=writer)
-    probe = _Probe(0, np.arange(num_blocks, dtype=np.int32))
-    mx.eval(_step(adapter, store, [(probe, np.zeros(num_rows, np.int32))]))
+    run_chunk(adapter, num_rows, make_dummy_pool(adapter, num_rows, writer))
+
+
+def make_dummy_pool(
+    adapter: ModelAdapter, num_rows: int, writer: PoolWriter | None = None
+) -> KVStore:
+    """A pool that just holds so many tokens, as in ``run_dummy_chunk``."""
+    num_blocks = -(-num_rows // adapter.layout.block_size)
+    return KVStore(adapter.layout, (num_blocks,) * len(adapter.layout.groups), writer=writer)
+
+
+def run_chunk(adapter: ModelAdapter, num_rows: int, store: KVStore) -> None:
+    """Compute the beginning of a prompt, and wait for it; the pool may have been used so before."""
+    table = np.arange(-(-num_rows // adapter.layout.block_size), dtype=np.int32)
+    mx.eval(_step(adapter, store, [(_Probe(0, table), np.zeros(num_rows, np.int32))]))

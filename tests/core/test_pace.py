@@ -50,7 +50,7 @@ def test_steps_come_to_fill_the_bound_and_never_exceed_it_by_much(
         assert times[-1] < smallest + 2 * token_s * 16
     else:
         assert max(times) <= 1.05 * bound
-        assert times[-1] >= min(0.8 * bound, smallest) or decode_s + prefill_s > 0.7 * bound
+        assert times[-1] >= min(0.65 * bound, smallest) or decode_s + prefill_s > 0.55 * bound
 
 
 def test_nothing_is_known_at_first_so_prompts_begin_small_and_double() -> None:
@@ -97,7 +97,7 @@ def test_parts_of_steps_teach_as_much_as_whole_ones(sizes: list[int], begun: flo
     for before, after in pairwise(sizes):
         shares = [StepShare(before, 1 - begun), StepShare(after, begun)]
         pace.note(shares, sum(each.share * (0.02 + 1e-3 * each[0]) for each in shares))
-    assert pace.max_prompt_tokens in (204, 205)  # (0.9 * 0.25 - 0.02) / 1e-3
+    assert pace.max_prompt_tokens in (167, 168)  # (0.75 * 0.25 - 0.02) / 1e-3
 
 
 def test_prompts_that_begin_meanwhile_are_no_part_of_what_decoding_costs() -> None:
@@ -105,7 +105,7 @@ def test_prompts_that_begin_meanwhile_are_no_part_of_what_decoding_costs() -> No
     note(pace, 0, 0.02)
     for _ in range(20):
         pace.note([StepShare(0, 1.0), StepShare(100, 0.5)], 0.02 + 0.5 * (0.02 + 0.1))
-    assert pace.max_prompt_tokens in (200, 204, 205)
+    assert pace.max_prompt_tokens in (167, 168)
 
 
 def test_a_step_that_takes_no_time_makes_the_next_a_third_longer() -> None:
@@ -115,7 +115,7 @@ def test_a_step_that_takes_no_time_makes_the_next_a_third_longer() -> None:
         note(pace, 100, 0.02 + 0.1)
     before = pace.max_prompt_tokens
     note(pace, 200, 0.001)
-    assert pace.max_prompt_tokens == int(0.205 / 0.00075)
+    assert pace.max_prompt_tokens == int(0.1675 / 0.00075)
     assert 1.3 < pace.max_prompt_tokens / before < 1.4
 
 
@@ -128,7 +128,7 @@ def test_prompts_that_seemed_to_cost_nothing_are_measured_anew() -> None:
         note(pace, 0, 0.02)
     for _ in range(20):
         note(pace, pace.max_prompt_tokens, 0.02 + 1e-3 * pace.max_prompt_tokens)
-    assert 180 <= pace.max_prompt_tokens <= 210
+    assert 150 <= pace.max_prompt_tokens <= 170
 
 
 @pytest.mark.parametrize("token_s", [1.0, 1e-3])

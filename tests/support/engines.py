@@ -158,6 +158,7 @@ def make_engine(
     clock: Callable[[], float] = time.monotonic,
     embedding: EmbeddingSpec | None = None,
     chunk_multiple: int = 1,
+    cheap_tokens: int | None = None,
     **settings: object,
 ) -> Engine:
     """An engine over a fake runner with blocks of four tokens, checked after every step."""
@@ -182,6 +183,7 @@ def make_engine(
         runner or FakeRunner(),
         tokenizer or byte_tokenizer(),
         limits,
+        cheap_tokens=cheap_tokens or config.block_size,
         notes=("fake",),
         embedding=embedding,
         clock=clock,

@@ -1,0 +1,68 @@
+"""How many prompt tokens a step takes for the price of a few.
+
+A GPU reads all weights for every step, and the host builds one with prompts anew, so to compute
+fewer tokens than that leaves room for gains running streams nothing, and prompts lose by it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import mlx.core as mx
+
+from pagedmlx.kv.writer import PoolWriter
+from pagedmlx.models.adapter import ModelAdapter
+from pagedmlx.models.probe import make_dummy_pool, run_chunk
+
+_HARDLY_MORE = 1.25
+_NUM_RUNS = 3
+
+
+def measure_cheap_tokens(adapter: ModelAdapter, writer: PoolWriter, few: int, most: int) -> int:
+    """Measure on this device what ``find_cheap_tokens`` says.
+
+    Args:
+        adapter: Of the model to be served.
+        writer: How the pool will be written.
+        few: As there.
+        most: As there.
+    """
+    if 2 * few > most:
+        return few
+    adapter.rest()
+    store = make_dummy_pool(adapter, most, writer)
+
+    def seconds(num_tokens: int) -> float:
+        run_chunk(adapter, num_tokens, store)  # whatever is made at the first use
+        times = []
+        for _ in range(_NUM_RUNS):
+            mx.synchronize()
+            start = time.perf_counter()
+            run_chunk(adapter, num_tokens, store)
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    try:
+        return find_cheap_tokens(seconds, few, most)
+    finally:
+        adapter.rest()
+        adapter.drop_store()
+
+
+def find_cheap_tokens(seconds: Callable[[int], float], few: int, most: int) -> int:
+    """Find the most tokens that a step computes in hardly more time than a few.
+
+    Args:
+        seconds: What a step with so many tokens of a prompt takes.
+        few: Tokens that any step with prompts computes.
+        most: What is never exceeded, if ``few`` is not more.
+
+    Returns:
+        ``few``, or twice as many, or four times, ..
+    """
+    bound = _HARDLY_MORE * seconds(few)
+    num_tokens = few
+    while 2 * num_tokens <= most and seconds(2 * num_tokens) <= bound:
+        num_tokens *= 2
+    return num_tokens
