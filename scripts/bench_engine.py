@@ -246,11 +246,11 @@ class Stream:
 
 def alternate(engine: Engine, backend: KernelBackend) -> dict[str, Any]:
     """Turns of decode steps in both ways; milliseconds of a step."""
-    cascades: Any = backend._planner.cascades
+    cascades = backend.cascades
     steps: dict[CascadePath, list[float]] = {CascadePath.OFF: [], CascadePath.ON: []}
-    before = cascades._path
+    before = cascades.path
     for path in itertools.islice(itertools.cycle(steps), 2 * NUM_ROUNDS + 2):
-        cascades._path = path
+        cascades.path = path
         mx.synchronize()
         times = []
         for number in range(TURN):
@@ -259,7 +259,7 @@ def alternate(engine: Engine, backend: KernelBackend) -> dict[str, Any]:
             if number >= NUM_FILLING:
                 times.append(time.perf_counter() - start)
         steps[path].append(1e3 * float(np.mean(times)))
-    cascades._path = before
+    cascades.path = before
     cascades.forget()
     engine.step()
     # The first turn of each compiles.

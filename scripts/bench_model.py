@@ -161,8 +161,7 @@ def compare_cascade(loaded: LoadedModel) -> dict[str, Any]:
         return {"left_out": f"attention is by {path.backend.name}", "passed": True}
     expected = run(attention_paths("reference")[0])
     yardstick = differences(run(path), expected)
-    cascades: Any = path.backend._planner.cascades
-    cascades._path = CascadePath.ON
+    path.backend.cascades.path = CascadePath.ON
     errors = differences(run(path), expected)
     tolerance = max(TOLERANCES[loaded.dtype], 1.25 * max(yardstick))
     return {
@@ -211,12 +210,13 @@ class Contestant:
 
     def trace(self) -> dict[str, float]:
         """What the device did in a few steps; empty without torch."""
-        busy = trace(lambda: [self._step() for _ in range(NUM_TRACED)])
+        busy = trace(lambda: [self._step() for _ in range(NUM_TRACED)], "most_likely")
         if busy is None:
             return {}
         return {
             "device_busy_ms": busy.seconds * 1e3 / NUM_TRACED,
             "device_idle_share_while_traced": busy.idle_share,
+            "device_idle_share_between_steps": busy.between_share,
             "launches": busy.launches / NUM_TRACED,
         }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 
 import mlx.core as mx
 
@@ -11,6 +12,7 @@ from pagedmlx.config import EngineConfig
 from pagedmlx.core.kv_manager import KVManager
 from pagedmlx.core.pooling import EmbeddingSpec, NoEmbedding
 from pagedmlx.core.scheduler import LONE_CHUNK, Scheduler
+from pagedmlx.engine.cascade_gain import NUM_OWN, measure_cascade_gain
 from pagedmlx.engine.cheap_tokens import measure_cheap_tokens
 from pagedmlx.engine.engine import Engine
 from pagedmlx.engine.grammars import grammar_backend
@@ -47,7 +49,7 @@ from pagedmlx.models.probe import ProbeResult, probe_model
 from pagedmlx.models.residual import add_in_products
 from pagedmlx.ops import attention_paths
 from pagedmlx.ops.kernels import KernelBackend
-from pagedmlx.ops.tuning import compile_kernels, tune
+from pagedmlx.ops.tuning import SHAPES, compile_kernels, tune
 from pagedmlx.progress import ProgressCallback
 from pagedmlx.sampling.greedy import by_kernel
 from pagedmlx.sampling.sampler import Sampler
@@ -115,11 +117,18 @@ def build_engine(
         if isinstance(adapter.backend, KernelBackend):
             on_progress("measuring", None)
             chunk_multiple = adapter.backend.chunk_multiple(config.max_chunk)
-            attention += tune(adapter.backend, config.max_chunk, limits.max_model_len)
+            attention += tune(
+                adapter.backend,
+                config.max_chunk,
+                limits.max_model_len,
+                [shape for shape in SHAPES if _may_come(*shape, plan, limits)],
+                partial(measure_cascade_gain, adapter, writer),
+            )
         cheap_tokens = config.block_size
         if on_gpu and config.max_stream_gap_ms:
             most = min(LONE_CHUNK, config.max_chunk, limits.max_model_len)
             cheap_tokens = measure_cheap_tokens(adapter, writer, cheap_tokens, most)
+        mx.clear_cache()  # of the pools that were measured with
         memory_limits = MemoryLimits(None if limit is None else limit - headroom // OVERSHOOT)
         undo.callback(memory_limits.undo)
         needed = headroom // RUNNING_AHEAD
@@ -222,6 +231,12 @@ def _adapt(
         layouts = layouts[layouts.index(tried) + 1 :]
     assert problem is not None, "there is always a path"
     raise problem
+
+
+def _may_come(count: int, num_shared: int, plan: PoolPlan, limits: EngineLimits) -> bool:
+    """Whether so many sequences with so many shared tokens can run, and be tried."""
+    fits = num_shared + count * NUM_OWN <= plan.capacity_tokens
+    return fits and count <= plan.max_num_seqs and num_shared + NUM_OWN <= limits.max_model_len
 
 
 def _attention_note(adapter: ModelAdapter, probe: ProbeResult) -> str:

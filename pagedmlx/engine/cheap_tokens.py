@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from pagedmlx.kv.writer import PoolWriter
 from pagedmlx.models.adapter import ModelAdapter
-from pagedmlx.models.probe import make_dummy_pool, run_chunk
+from pagedmlx.models.dummy_steps import make_pool, run_chunk
 
 _HARDLY_MORE = 1.25
 _NUM_RUNS = 3
@@ -31,7 +31,7 @@ def measure_cheap_tokens(adapter: ModelAdapter, writer: PoolWriter, few: int, mo
     if 2 * few > most:
         return few
     adapter.rest()
-    store = make_dummy_pool(adapter, most, writer)
+    store = make_pool(adapter, most, writer)
 
     def seconds(num_tokens: int) -> float:
         run_chunk(adapter, num_tokens, store)  # whatever is made at the first use

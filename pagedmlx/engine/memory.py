@@ -16,7 +16,7 @@ from pagedmlx.errors import InvalidRequestError
 from pagedmlx.kv.layout import KVLayout
 from pagedmlx.kv.writer import PoolWriter
 from pagedmlx.models.adapter import ModelAdapter
-from pagedmlx.models.probe import run_dummy_chunk
+from pagedmlx.models.dummy_steps import make_pool, run_chunk
 
 KEPT_BYTES = 4 << 30
 """Unless the pool's size is given, no more blocks than this are made for cached ones alone."""
@@ -168,7 +168,7 @@ def _measure_chunk(adapter: ModelAdapter, num_rows: int, writer: PoolWriter) -> 
     limits = MemoryLimits(before)
     is_short, adapter.hand_over.memory_is_short = adapter.hand_over.memory_is_short, lambda: True
     try:
-        run_dummy_chunk(adapter, num_rows, writer)
+        run_chunk(adapter, num_rows, make_pool(adapter, num_rows, writer))
     finally:
         limits.undo()
         adapter.hand_over.memory_is_short = is_short

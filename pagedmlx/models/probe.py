@@ -8,20 +8,13 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-import numpy.typing as npt
 from mlx_lm.models.cache import make_prompt_cache
 
-from pagedmlx.core.batch import NO_BLOCK, batch_of
-from pagedmlx.core.request import Request
-from pagedmlx.core.sampling_params import SamplingParams
-from pagedmlx.core.sequence import Sequence
 from pagedmlx.errors import ModelLoadError, UnsupportedModelError, first_line
 from pagedmlx.kv.store import KVStore
 from pagedmlx.kv.writer import PoolWriter
 from pagedmlx.models.adapter import ModelAdapter
-from pagedmlx.ops.base import PagedBatch
-
-Tokens = npt.NDArray[np.integer[Any]]
+from pagedmlx.models.dummy_steps import DummySequence, Tokens, run_step
 
 NUM_DECODES = 3
 _NUM_PADDING = 2
@@ -117,17 +110,17 @@ def _measure(adapter: ModelAdapter, writer: PoolWriter | None) -> ProbeResult:
     if not all(mx.isfinite(logits).all().item() for logits in expected):
         raise _NotFiniteError
 
-    probes = [_Probe(index, table) for index, table in enumerate(tables)]
+    probes = [DummySequence(index, table) for index, table in enumerate(tables)]
     chunk = block_size + 1
-    _step(adapter, store, [(probes[0], prompts[0][:chunk])])
-    steps = [_step(adapter, store, [(probes[0], prompts[0][chunk:]), (probes[1], prompts[1])])]
+    run_step(adapter, store, [(probes[0], prompts[0][:chunk])])
+    steps = [run_step(adapter, store, [(probes[0], prompts[0][chunk:]), (probes[1], prompts[1])])]
     last = (length - 1) // block_size
     source, tables[0][last] = tables[0][last], 0
     for group in range(len(layout.groups)):
         store.copy_blocks(group, np.array([source], np.int32), np.array([0], np.int32))
     for pair in zip(*tokens, strict=True):
         parts = [(probe, np.array([token])) for probe, token in zip(probes, pair, strict=True)]
-        steps.append(_step(adapter, store, parts))
+        steps.append(run_step(adapter, store, parts, _NUM_PADDING))
 
     found = [logits[index] for index in range(len(probes)) for logits in steps]
     return ProbeResult(
@@ -155,83 +148,9 @@ def _expected(adapter: ModelAdapter, prompt: Tokens) -> tuple[list[mx.array], li
     return logits, tokens
 
 
-class _Probe:
-    """A sequence that no scheduler knows of.
-
-    Args:
-        seq_id: Its id.
-        table: Its blocks in every group.
-
-    Attributes:
-        start: Tokens that are there already.
-    """
-
-    def __init__(self, seq_id: int, table: Tokens) -> None:
-        request = Request(f"probe {seq_id}", (0,), SamplingParams())
-        self.sequence = Sequence(seq_id, request, 0, [], ())
-        self.table = table
-        self.start = 0
-
-
-def _step(adapter: ModelAdapter, store: KVStore, parts: list[tuple[_Probe, Tokens]]) -> mx.array:
-    """Run the next tokens of some sequences; logits (S or more, vocab_size) of the last of each.
-
-    Args:
-        adapter: The model.
-        store: The pool.
-        parts: Sequences with their tokens, those with a single one first or none of them.
-
-    Returns:
-        Steps that decode have padding where they may, whose logits are the last.
-    """
-    spans = [(probe.start, len(tokens)) for probe, tokens in parts]
-    widths = [-(-sum(span) // adapter.layout.block_size) for span in spans]
-    table = np.full((len(parts), max(widths)), NO_BLOCK, np.int32)
-    for row, (probe, _), width in zip(table, parts, widths, strict=True):
-        row[:width] = probe.table[:width]
-    host = batch_of(
-        spans,
-        [table] * len(adapter.layout.groups),
-        adapter.layout.block_size,
-        token_ids=np.concatenate([tokens for _, tokens in parts]).astype(np.int32),
-        sequences=tuple(probe.sequence for probe, _ in parts),
-    )
-    is_padded = host.only_decodes and adapter.takes_padding(store)
-    logits = adapter.forward(PagedBatch(host, _NUM_PADDING if is_padded else 0), store)
-    store.submit(logits)
-    for probe, tokens in parts:
-        probe.start += len(tokens)
-    return logits
-
-
 def _difference(logits: mx.array, expected: mx.array) -> float:
     """Largest difference as a share of the largest expected logit; NaN stays NaN."""
     logits, expected = logits.astype(mx.float32), expected.astype(mx.float32)
     largest = mx.maximum(mx.max(mx.abs(expected)), 1e-6)
     share: Any = (mx.max(mx.abs(logits - expected)) / largest).item()
     return float(share)
-
-
-def run_dummy_chunk(adapter: ModelAdapter, num_rows: int, writer: PoolWriter | None = None) -> None:
-    """Compute one chunk of a prompt in a pool just large enough, to see what it costs.
-
-    Args:
-        adapter: Of the model to be served.
-        num_rows: Tokens in the chunk.
-        writer: How the pool will be written; by functional update if None.
-    """
-    run_chunk(adapter, num_rows, make_dummy_pool(adapter, num_rows, writer))
-
-
-def make_dummy_pool(
-    adapter: ModelAdapter, num_rows: int, writer: PoolWriter | None = None
-) -> KVStore:
-    """A pool that just holds so many tokens, as in ``run_dummy_chunk``."""
-    num_blocks = -(-num_rows // adapter.layout.block_size)
-    return KVStore(adapter.layout, (num_blocks,) * len(adapter.layout.groups), writer=writer)
-
-
-def run_chunk(adapter: ModelAdapter, num_rows: int, store: KVStore) -> None:
-    """Compute the beginning of a prompt, and wait for it; the pool may have been used so before."""
-    table = np.arange(-(-num_rows // adapter.layout.block_size), dtype=np.int32)
-    mx.eval(_step(adapter, store, [(_Probe(0, table), np.zeros(num_rows, np.int32))]))

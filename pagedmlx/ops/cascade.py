@@ -78,12 +78,13 @@ class CascadePlanner:
         wave: Threadgroups that the device runs at once.
 
     Attributes:
+        path: As given.
         thresholds: For layers with these prefills, how many tokens at least must be spared for a
             cascade to be faster; for others it isn't. Only ``auto`` asks.
     """
 
     def __init__(self, path: CascadePath, wave: int) -> None:
-        self._path = path
+        self.path = path
         self._wave = wave
         self.thresholds: dict[PrefillVariant, int] = {}
         self._last: dict[tuple[int, PrefillVariant], _Remembered] = {}
@@ -130,7 +131,7 @@ class CascadePlanner:
     def _least(self, variant: PrefillVariant) -> int | None:
         if not variant.is_supported:
             return None
-        match self._path:
+        match self.path:
             case CascadePath.ON:
                 return 0
             case CascadePath.OFF:

@@ -16,7 +16,7 @@ import numpy as np
 from pagedmlx.core.batch import BatchArrays, Int32Array
 from pagedmlx.kv.store import KVStore
 from pagedmlx.ops.base import AttentionParams, PagedBatch
-from pagedmlx.ops.cascade import CascadePath
+from pagedmlx.ops.cascade import CascadePath, CascadePlanner
 from pagedmlx.ops.chunks import Chunk, attend_chunk, plan_chunk
 from pagedmlx.ops.decode import Decode, DecodePlanner, attend_decode
 from pagedmlx.ops.in_place import dtype_name, layer_shape
@@ -136,8 +136,13 @@ class KernelBackend:
     def rest(self) -> None:
         """See ``AttentionBackend.rest``."""
         self._batch, self._plans = None, {}
-        self._planner.cascades.forget()
+        self.cascades.forget()
         self._scratch.drop()
+
+    @property
+    def cascades(self) -> CascadePlanner:
+        """Who plans what sequences share."""
+        return self._planner.cascades
 
     @property
     def kinds(self) -> list[DecodeVariant]:
@@ -189,11 +194,11 @@ class KernelBackend:
     def set_cascade_threshold(self, kind: DecodeVariant, num_tokens: int) -> None:
         """Attend shared tokens once in such layers if that spares at least so many tokens."""
         shared = self._planner.prefill_variant(kind)
-        self._planner.cascades.thresholds[shared] = num_tokens
+        self.cascades.thresholds[shared] = num_tokens
 
     def avoid_runs(self) -> None:
         """Attend no runs any more: neither what sequences share nor short chunks in parts."""
-        self._planner.cascades.thresholds.clear()
+        self.cascades.thresholds.clear()
         self._chooser.may_split = False
 
     def can_plan_ahead(self, host: BatchArrays) -> bool:

@@ -1,25 +1,23 @@
 """Readies a backend for a model: compiles what it may choose, and measures what it should.
 
 What it costs to attend shared tokens once, a launch more and longer merges, and what it saves,
-reading the same blocks for each sequence, depend on the GPU, on the host and on the model. So both
-ways are timed, once, when a model is loaded.
+reading the same blocks for each sequence, depend on the GPU, on the host and on the model. So steps
+are timed in both ways, once, when a model is loaded.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 
-import mlx.core as mx
 import numpy as np
 
 from pagedmlx.core.batch import batch_of
 from pagedmlx.errors import KernelError, first_line
 from pagedmlx.ops.base import PagedBatch
-from pagedmlx.ops.cascade import CascadePath
 from pagedmlx.ops.decode import Decode
 from pagedmlx.ops.kernels import KernelBackend
-from pagedmlx.ops.launch import Launcher, Platform
+from pagedmlx.ops.launch import Platform
 from pagedmlx.ops.prefill import prefill_variant
 from pagedmlx.ops.prefill_path import PrefillPath
 from pagedmlx.ops.split_prefill import SplitPrefill
@@ -29,18 +27,12 @@ from pagedmlx.ops.variants import MAX_ROWS, DecodeVariant
 SHAPES = ((16, 8192), (16, 4096), (16, 2048), (8, 2048), (8, 1024), (4, 1024))
 """Sequences and the tokens that they share, which spare ever fewer."""
 
-MIN_GAIN = 1.3
-"""How much faster at least: a launch more may cost a busy host more than here."""
+MIN_GAIN = 1.25
+"""How much faster steps are at least: in serving the host has more to do than here."""
 
 MAX_DIFFERENCE = 0.1
 """Of two ways to attend the same rows, as a share of the largest element: far above what rounding
 explains, and far below what a wrong one gives."""
-
-_NUM_OWN = 64
-_CHAIN = 8
-"""Attentions that depend on each other, as the layers of a model do."""
-_ROUNDS = 3
-
 
 MIN_CHUNK = 512
 """Shorter chunks leave a GPU idle that is so fast that plans matter."""
@@ -67,63 +59,62 @@ def compile_kernels(backend: KernelBackend) -> Iterator[float]:
         yield done / len(works)
 
 
-def tune(backend: KernelBackend, chunk: int, max_len: int) -> list[str]:
+def tune(
+    backend: KernelBackend,
+    chunk: int,
+    max_len: int,
+    shapes: Sequence[tuple[int, int]],
+    gain: Callable[[int, int], float],
+) -> list[str]:
     """Have a backend attend shared tokens once where that is faster on this device, and right.
 
     Args:
         backend: Has attended already, so that it knows the model's layers.
         chunk: Tokens that a step computes of a prompt which nobody else delays.
         max_len: Longest sequence.
+        shapes: Those of ``SHAPES`` that may come.
+        gain: How many times faster a step is so, with as many sequences and shared tokens.
 
     Returns:
         Lines for the user.
     """
-    notes = []
-    for base in backend.kinds:
-        if not prefill_variant(base).is_supported:
-            continue
-        try:
-            for work in (*backend.idle_cascades(base), *backend.idle_split_prefills(base)):
-                _run_idle(backend, base, work)
-            _compare_prefills(backend, base)
-            _plan_chunks(backend, base, chunk, min(max_len, PLANNED_TOKENS))
-            threshold = measure_threshold(backend.launcher, backend.wave, base)
-        except (KernelError, RuntimeError) as error:  # the latter is MLX's, of memory too
-            backend.avoid_runs()
-            return [f"shared beginnings: read for each sequence: {first_line(error)}"]
-        if threshold is None:
-            notes.append("shared beginnings: read for each sequence, which is as fast here")
-        else:
-            backend.set_cascade_threshold(base, threshold)
-            notes.append(
-                f"shared beginnings: read once for all sequences if that spares {threshold} tokens"
-            )
-    return list(dict.fromkeys(notes))
+    kinds = [kind for kind in backend.kinds if prefill_variant(kind).is_supported]
+    if not kinds:
+        return []
+    try:
+        for kind in kinds:
+            for work in (*backend.idle_cascades(kind), *backend.idle_split_prefills(kind)):
+                _run_idle(backend, kind, work)
+            _compare_prefills(backend, kind)
+            _plan_chunks(backend, kind, chunk, min(max_len, PLANNED_TOKENS))
+        threshold = find_threshold(shapes, gain)
+    except (KernelError, RuntimeError) as error:  # the latter is MLX's, of memory too
+        backend.avoid_runs()
+        return [f"shared beginnings: read for each sequence: {first_line(error)}"]
+    if threshold is None:
+        return ["shared beginnings: read for each sequence, which is as fast here"]
+    for kind in kinds:
+        backend.set_cascade_threshold(kind, threshold)
+    return [f"shared beginnings: read once for all sequences if that spares {threshold} tokens"]
 
 
-def measure_threshold(
-    launcher: Launcher,
-    wave: int,
-    base: DecodeVariant,
-    shapes: Iterable[tuple[int, int]] = SHAPES,
+def find_threshold(
+    shapes: Sequence[tuple[int, int]], gain: Callable[[int, int], float]
 ) -> int | None:
-    """Find the fewest spared tokens from which on a cascade was faster.
+    """Find the fewest spared tokens from which on a cascade is faster.
 
     Args:
-        launcher: Runs the kernels.
-        wave: Threadgroups that the device runs at once.
-        base: Of the layers.
         shapes: Sequences and shared tokens to try, those that spare most first.
+        gain: As for ``tune``; the fewer are spared, the less it is.
 
     Returns:
         Tokens that sequences need not read; None if it never was faster.
     """
-    threshold = None
-    for count, shared in shapes:
-        if _gain(launcher, wave, base, count, shared) < MIN_GAIN:
-            break
-        threshold = shared * (count - 1)
-    return threshold
+    num_faster = bisect_left(shapes, True, key=lambda shape: gain(*shape) < MIN_GAIN)
+    if num_faster == 0:
+        return None
+    count, shared = shapes[num_faster - 1]
+    return shared * (count - 1)
 
 
 def _run_idle(backend: KernelBackend, base: DecodeVariant, work: Decode | SplitPrefill) -> None:
@@ -178,25 +169,3 @@ def _plan_chunks(backend: KernelBackend, base: DecodeVariant, chunk: int, max_le
             batch = PagedBatch(batch_of([(num_tokens - length, length)], [tables], block_size))
             layer.attend(gather, batch, 1, from_pool=True)
             backend.note_chunk_plan(base, length, num_tokens)
-
-
-def _gain(launcher: Launcher, wave: int, base: DecodeVariant, count: int, shared: int) -> float:
-    """How many times faster a cascade is, for sequences with some tokens of their own."""
-    block_size = base.pool.block_size
-    common = np.arange(shared // block_size)
-    own = len(common) + np.arange(count * _NUM_OWN // block_size).reshape(count, -1)
-    tables = np.concatenate([np.tile(common, (count, 1)), own], axis=1).astype(np.int32)
-    batch = PagedBatch(batch_of([(shared + _NUM_OWN - 1, 1)] * count, [tables], block_size))
-    layer = TrialLayer(launcher, base, int(tables.max()) + 1, count)
-    backends = [
-        KernelBackend(launcher, wave, cascade=path) for path in (CascadePath.OFF, CascadePath.ON)
-    ]
-    seconds: list[list[float]] = [[], []]
-    for _ in range(_ROUNDS + 1):
-        for backend, times in zip(backends, seconds, strict=True):
-            mx.synchronize()
-            start = time.perf_counter()
-            layer.attend(backend, batch, _CHAIN)
-            times.append(time.perf_counter() - start)
-    off, on = (min(times[1:]) for times in seconds)  # the first round compiles
-    return off / on

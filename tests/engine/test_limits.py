@@ -14,7 +14,6 @@ from pagedmlx.config import EngineConfig
 from pagedmlx.engine import build, memory
 from pagedmlx.engine.limits import MemoryLimits
 from pagedmlx.engine.memory import memory_limit
-from pagedmlx.kv.writer import PoolWriter
 from pagedmlx.models.adapter import ModelAdapter
 from pagedmlx.ops import make_backend
 from pagedmlx.progress import ignore_progress
@@ -183,14 +182,15 @@ def test_while_a_chunk_is_measured_memory_is_short(
 ) -> None:
     seen: list[int] = []
 
-    def run_dummy_chunk(adapter: ModelAdapter, num_rows: int, _: PoolWriter) -> None:
+    def run_chunk(adapter: ModelAdapter, num_rows: int, _: object) -> None:
         seen.extend((adapter.hand_over.memory_is_short(), current()))
         assert num_rows == 64
         if fails:
             raise MemoryError
         mx.eval(mx.zeros(CHUNK_BYTES // 4))
 
-    monkeypatch.setattr(memory, "run_dummy_chunk", run_dummy_chunk)
+    monkeypatch.setattr(memory, "run_chunk", run_chunk)
+    monkeypatch.setattr(memory, "make_pool", lambda *_: None)
     monkeypatch.setattr(memory, "device_memory_bytes", lambda: 10 * GIB)
     config = EngineConfig(prefill_chunk_size=64, max_num_batched_tokens=64)
     with ModelAdapter(tiny_model(), make_backend("auto")) as adapter:

@@ -9,7 +9,7 @@ import pytest
 
 from pagedmlx.engine import build
 from pagedmlx.models.adapter import ModelAdapter
-from pagedmlx.models.probe import run_dummy_chunk
+from pagedmlx.models.dummy_steps import make_pool, run_chunk
 from pagedmlx.ops import make_backend
 from pagedmlx.ops.gather import GatherBackend
 from pagedmlx.ops.paths import AttentionPath
@@ -64,4 +64,4 @@ def test_steps_that_are_not_waited_for_give_the_same_tokens(
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_5", "mamba2"])
 def test_the_largest_chunk_is_tried(name: str) -> None:
     with ModelAdapter(tiny_model(name), make_backend("auto"), block_size=4) as adapter:
-        run_dummy_chunk(adapter, 30)
+        run_chunk(adapter, 30, make_pool(adapter, 30))

@@ -16,9 +16,9 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
 from pagedmlx.models.adapter import ModelAdapter
+from pagedmlx.models.dummy_steps import make_pool, run_chunk
 from pagedmlx.models.fused import JoinedLinear, LinearPart, fuse_projections
 from pagedmlx.models.loader import LoadedModel
-from pagedmlx.models.probe import run_dummy_chunk
 from pagedmlx.models.weights import named_parameters
 from pagedmlx.ops import make_backend
 from tests.support import tiny_models
@@ -336,6 +336,6 @@ def test_a_prompt_takes_little_more_memory_than_before(monkeypatch: pytest.Monke
             mx.synchronize()
             before = mx.get_active_memory()
             mx.reset_peak_memory()
-            run_dummy_chunk(adapter, 512)
+            run_chunk(adapter, 512, make_pool(adapter, 512))
             peaks.append(mx.get_peak_memory() - before)
     assert peaks[1] < 1.2 * peaks[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -11,10 +13,9 @@ from pagedmlx.ops import tuning
 from pagedmlx.ops.base import AttentionParams
 from pagedmlx.ops.in_place import InPlaceWriter
 from pagedmlx.ops.kernels import KernelBackend
-from pagedmlx.ops.launch import Kernel, Launch, Platform
+from pagedmlx.ops.launch import Kernel, Platform
 from pagedmlx.ops.prefill import prefill_variant
-from pagedmlx.ops.tuning import MIN_GAIN, SHAPES, compile_kernels, measure_threshold, tune
-from pagedmlx.ops.variants import DecodeVariant
+from pagedmlx.ops.tuning import MIN_GAIN, SHAPES, compile_kernels, find_threshold, tune
 from tests.metal.launcher import FiberLauncher, RecordingLauncher
 from tests.support.attention import make_case
 
@@ -37,9 +38,9 @@ def backend(launcher: FiberLauncher) -> KernelBackend:
     return backend
 
 
-def gains(monkeypatch: pytest.MonkeyPatch, *values: float) -> None:
-    found = iter(values)
-    monkeypatch.setattr(tuning, "_gain", lambda *_: next(found))
+def gains(*values: float) -> Callable[[int, int], float]:
+    """Of ``SHAPES``."""
+    return lambda *shape: values[SHAPES.index(shape)]
 
 
 def test_shapes_spare_ever_fewer_tokens() -> None:
@@ -51,8 +52,8 @@ def test_shapes_spare_ever_fewer_tokens() -> None:
 @pytest.mark.parametrize(
     ("measured", "expected"),
     [
-        ((MIN_GAIN - 0.1,), None),
-        ((4.0, MIN_GAIN, MIN_GAIN - 0.1), 15 * 4096),
+        ((MIN_GAIN - 0.1,) * len(SHAPES), None),
+        ((4.0, MIN_GAIN, *(MIN_GAIN - 0.1,) * (len(SHAPES) - 2)), 15 * 4096),
         ((4.0,) * len(SHAPES), 3 * 1024),
     ],
 )
@@ -60,13 +61,10 @@ def test_the_threshold_is_the_least_that_gained_enough(
     backend: KernelBackend,
     measured: tuple[float, ...],
     expected: int | None,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    gains(monkeypatch, *measured)
     (kind,) = backend.kinds
-    assert measure_threshold(backend.launcher, backend.wave, kind) == expected
-    gains(monkeypatch, *measured)
-    (note,) = tune(backend, 64, 4096)
+    assert find_threshold(SHAPES, gains(*measured)) == expected
+    (note,) = tune(backend, 64, 4096, SHAPES, gains(*measured))
     thresholds = backend._planner.cascades.thresholds
     assert thresholds.get(prefill_variant(kind)) == expected
     assert ("for each" in note) is (expected is None)
@@ -74,14 +72,13 @@ def test_the_threshold_is_the_least_that_gained_enough(
 
 @pytest.mark.parametrize("kind", [KernelError, RuntimeError])
 def test_a_kernel_that_does_not_compile_or_run_leaves_it_off(
-    kind: type[Exception], backend: KernelBackend, monkeypatch: pytest.MonkeyPatch
+    kind: type[Exception], backend: KernelBackend
 ) -> None:
     def fail(*_: object) -> float:
         raise kind("merge doesn't compile")
 
-    monkeypatch.setattr(tuning, "_gain", fail)
     assert backend._chooser.may_split
-    (note,) = tune(backend, 64, 4096)
+    (note,) = tune(backend, 64, 4096, SHAPES, fail)
     assert "merge doesn't compile" in note
     assert not backend._planner.cascades.thresholds
     assert not backend._chooser.may_split
@@ -89,7 +86,7 @@ def test_a_kernel_that_does_not_compile_or_run_leaves_it_off(
 
 @pytest.mark.parametrize("planted", ["", "is_wrong"])
 def test_a_way_that_gives_something_else_is_not_taken(
-    planted: str, monkeypatch: pytest.MonkeyPatch
+    planted: str,
 ) -> None:
     def change(kernel: Kernel, source: str) -> str:
         is_shared = "partials" in kernel.output_names and "_prefill_" in kernel.name
@@ -102,34 +99,9 @@ def test_a_way_that_gives_something_else_is_not_taken(
     backend = KernelBackend(launcher)
     case = make_case(SPANS, writer=InPlaceWriter(launcher), k_head_dim=64, v_head_dim=64)
     case.attend(backend, AttentionParams(scale=0.125))
-    gains(monkeypatch, 2.0, 1.0)
-    (note,) = tune(backend, 64, 4096)
+    (note,) = tune(backend, 64, 4096, [], gains())
     assert ("differ by" in note) is bool(planted)
     assert backend._chooser.may_split is not bool(planted)
-
-
-@pytest.mark.parametrize("sinks", [False, True])
-def test_both_ways_are_really_timed(launcher: FiberLauncher, sinks: bool) -> None:
-    backend = KernelBackend(launcher)
-    case = make_case(SPANS, writer=InPlaceWriter(launcher), k_head_dim=64, v_head_dim=64)
-    heads = case.queries.shape[1]
-    given = mx.array(np.zeros(heads, np.float32)) if sinks else None
-    case.attend(backend, AttentionParams(scale=0.125, sinks=given))
-    (kind,) = backend.kinds
-    assert isinstance(kind, DecodeVariant)
-    counted: list[str] = []
-
-    class Counting:
-        platform = launcher.platform
-        view = staticmethod(launcher.view)
-
-        def __call__(self, launch: Launch) -> list[mx.array]:
-            counted.append(launch.kernel.name)
-            return launcher(launch)
-
-    assert tuning._gain(Counting(), 64, kind, 3, 32) > 0
-    kernels = {name.split("_")[1] for name in counted}
-    assert {"decode", "prefill", "merge"} <= kernels
 
 
 @pytest.mark.parametrize("platform", Platform)
@@ -141,13 +113,12 @@ def test_chunks_of_long_prompts_find_a_plan_where_one_is_needed(
     launcher.platform = platform
     monkeypatch.setattr(tuning, "PLANNED_TOKENS", 80)
     monkeypatch.setattr(tuning, "MIN_CHUNK", 16 if has_halves else 32)
-    gains(monkeypatch, 0.0)
     backend = KernelBackend(launcher)
     case = make_case(
         SPANS, writer=InPlaceWriter(launcher), k_head_dim=64, v_head_dim=64, dtype="float16"
     )
     case.attend(backend, AttentionParams(scale=0.125))
-    tune(backend, 32, 4096)
+    tune(backend, 32, 4096, [], gains())
     (kind,) = backend.kinds
     variant = backend._planner.prefill_variant(kind)
     found = {
@@ -205,10 +176,9 @@ def test_all_that_decoding_takes_was_compiled_at_load_and_no_more(
     for num_rows in (1,) * 10 + (8,) * 10:
         attend(num_rows)
     assert not launcher.sources.keys() - compiled
-    # The recorder's zeros can't be compared, and need not be timed.
+    # The recorder's zeros can't be compared.
     monkeypatch.setattr(tuning, "_compare_prefills", lambda *_: None)
-    gains(monkeypatch, *(2.0 for _ in SHAPES))
-    tune(backend, 64, 4096)
+    tune(backend, 64, 4096, [], gains())
     (kind,) = backend.kinds
     backend.set_cascade_threshold(kind, 1)
     compiled = set(launcher.sources)

@@ -1,0 +1,134 @@
+"""Decode steps of the whole model, with and without a cascade, are timed as they are served."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from pagedmlx.engine import cascade_gain
+from pagedmlx.engine.build import _may_come
+from pagedmlx.engine.cascade_gain import NUM_OWN, measure_cascade_gain
+from pagedmlx.engine.inputs import EngineLimits
+from pagedmlx.engine.memory import PoolPlan
+from pagedmlx.kv.store import KVStore
+from pagedmlx.models import compiled
+from pagedmlx.models.adapter import ModelAdapter
+from pagedmlx.models.dummy_steps import DummySequence, Tokens
+from pagedmlx.ops.cascade import CascadePath
+from pagedmlx.ops.in_place import InPlaceWriter
+from pagedmlx.ops.kernels import KernelBackend
+from pagedmlx.ops.launch import Launch
+from tests.metal.launcher import FiberLauncher
+from tests.support import tiny_models
+from tests.support.tiny_models import CONFIGS, tiny_model
+
+COUNT, SHARED = 3, 32
+
+
+class Noting(FiberLauncher):
+    """Executes kernels, and notes which there are in each way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backend: KernelBackend | None = None
+        self.kernels: dict[CascadePath, set[str]] = {}
+
+    def __call__(self, launch: Launch) -> list[mx.array]:
+        if self.backend is not None:
+            self.kernels.setdefault(self.backend.cascades.path, set()).add(
+                launch.kernel.name.split("_")[1]
+            )
+        return super().__call__(launch)
+
+
+@pytest.fixture
+def launcher() -> Noting:
+    return Noting()
+
+
+@pytest.fixture
+def adapter(launcher: Noting, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelAdapter]:
+    """A model whose heads the kernels for prompts take, too."""
+    config = {**CONFIGS["llama"], "head_dim": 16, "num_hidden_layers": 2}
+    monkeypatch.setattr(tiny_models, "CONFIGS", {"tiny": config})
+    launcher.backend = KernelBackend(launcher, 64)
+    with ModelAdapter(tiny_model("tiny"), launcher.backend, block_size=8) as adapter:
+        yield adapter
+
+
+def test_both_ways_are_really_taken(
+    adapter: ModelAdapter, launcher: Noting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cascade_gain, "_ROUND_S", 0.0)
+    monkeypatch.setattr(compiled, "MIN_USES", 1000)  # nothing can be executed in a trace
+    before = mx.get_active_memory()
+    assert measure_cascade_gain(adapter, InPlaceWriter(launcher), COUNT, SHARED) > 0
+    assert launcher.kernels[CascadePath.OFF] <= {"write", "decode", "merge", "rope"}
+    assert launcher.kernels[CascadePath.ON] >= {"decode", "prefill", "merge"}
+    assert launcher.backend is not None
+    assert launcher.backend.cascades.path is CascadePath.AUTO
+    mx.synchronize()
+    assert mx.get_active_memory() - before < 10_000
+
+
+@pytest.mark.parametrize("step_s", [0.01, 1.0])
+def test_the_gain_is_of_whole_steps_once_all_is_compiled(
+    step_s: float, adapter: ModelAdapter, launcher: Noting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, starts = 0.0, []
+
+    def run_step(
+        adapter: ModelAdapter, _: KVStore, parts: Iterable[tuple[DummySequence, Tokens]]
+    ) -> None:
+        nonlocal now
+        parts = list(parts)
+        assert len(parts) == COUNT
+        backend: Any = adapter.backend
+        now += step_s * (2.5 if backend.cascades.path is CascadePath.OFF else 1.0)
+        if len(starts) < 2:
+            now += 100.0
+        starts.append(parts[0][0].start)
+        for sequence, _tokens in parts:
+            sequence.start += 1
+            # The table holds what the steps add.
+            assert sequence.start <= 8 * len(sequence.table) == SHARED + NUM_OWN
+
+    monkeypatch.setattr(cascade_gain, "run_step", run_step)
+    monkeypatch.setattr(cascade_gain.time, "perf_counter", lambda: now)
+    gain = measure_cascade_gain(adapter, InPlaceWriter(launcher), COUNT, SHARED)
+    assert gain == pytest.approx(2.5)
+    # Steps that take long are few.
+    assert len(starts) == 8 if step_s > 0.2 else len(starts) > 40
+
+
+def test_what_fails_leaves_the_path_as_it_was(
+    adapter: ModelAdapter, launcher: Noting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(cascade_gain, "run_step", fail)
+    with pytest.raises(RuntimeError, match="no memory"):
+        measure_cascade_gain(adapter, InPlaceWriter(launcher), COUNT, SHARED)
+    assert launcher.backend is not None
+    assert launcher.backend.cascades.path is CascadePath.AUTO
+
+
+@pytest.mark.parametrize(
+    ("capacity", "max_num_seqs", "max_model_len", "expected"),
+    [
+        (8192 + 16 * NUM_OWN, 16, 8192 + NUM_OWN, True),
+        (8192 + 16 * NUM_OWN - 1, 16, 32_768, False),
+        (99_999, 15, 32_768, False),
+        (99_999, 16, 8192 + NUM_OWN - 1, False),
+    ],
+)
+def test_only_what_may_come_is_tried(
+    capacity: int, max_num_seqs: int, max_model_len: int, expected: bool
+) -> None:
+    plan = PoolPlan((1,), (1,), 1, 1, 1, capacity, max_num_seqs)
+    limits = EngineLimits(max_model_len, capacity, 16, 100)
+    assert _may_come(16, 8192, plan, limits) is expected
