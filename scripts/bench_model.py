@@ -208,7 +208,7 @@ class Contestant:
                 self._waits.append(self._waited() - waited)
         mx.synchronize()
 
-    def trace(self) -> dict[str, float]:
+    def trace(self) -> dict[str, Any]:
         """What the device did in a few steps; empty without torch."""
         busy = trace(lambda: [self._step() for _ in range(NUM_TRACED)], "most_likely")
         if busy is None:
@@ -220,7 +220,7 @@ class Contestant:
             "launches": busy.launches / NUM_TRACED,
         }
 
-    def summary(self) -> dict[str, float]:
+    def summary(self) -> dict[str, Any]:
         """Milliseconds of a step, and how much of the median the host was busy with it."""
         steps, waits = np.array(self._steps) * 1e3, np.array(self._waits) * 1e3
         return {

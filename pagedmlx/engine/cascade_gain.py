@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 import mlx.core as mx
 import numpy as np
@@ -11,24 +10,25 @@ import numpy as np
 from pagedmlx.kv.writer import PoolWriter
 from pagedmlx.models.adapter import ModelAdapter
 from pagedmlx.models.compiled import MIN_USES
-from pagedmlx.models.dummy_steps import DummySequence, make_pool, run_step
+from pagedmlx.models.dummy_steps import DummySequence, make_pool, run_step, seconds_for
 from pagedmlx.ops.cascade import CascadePath
 from pagedmlx.ops.kernels import KernelBackend
 
 NUM_OWN = 128
 """Tokens of each sequence that it doesn't share, those that the steps add among them."""
 
-_NUM_ROUNDS = 4
-"""In turns; the first one compiles, and doesn't count."""
-_ROUND_S = 0.15
-"""Time for the steps of a round, at least one."""
+_NUM_ROUNDS = 3
 _NUM_STEPS = 12
+"""Of a round: in serving, too, they are dispatched before the last one has ended."""
+_ROUND_S = 0.3
+_ROUNDS_S = 1.0
+"""Where steps take long, rounds have fewer of them, and then there are fewer rounds."""
 
 
 def measure_cascade_gain(
     adapter: ModelAdapter, writer: PoolWriter, count: int, num_shared: int
 ) -> float:
-    """Time decode steps of the whole model in both ways, dispatched as in serving.
+    """Time decode steps of the whole model in both ways, in turns.
 
     What the device spares counts for nothing where it waits for a host that has a launch more to
     make in each layer; only whole steps tell.
@@ -42,50 +42,65 @@ def measure_cascade_gain(
     Returns:
         The time of a step without, as a multiple of that with a cascade.
     """
-    assert isinstance(adapter.backend, KernelBackend), "only the kernels have cascades"
-    cascades = adapter.backend.cascades
-    block_size = adapter.layout.block_size
     mx.clear_cache()  # of the last pool
-    shared = np.arange(num_shared // block_size, dtype=np.int32)
-    own_width = -(-NUM_OWN // block_size)
-    store = make_pool(adapter, num_shared + count * own_width * block_size, writer)
-    sequences = [
-        DummySequence(number, np.concatenate([shared, first + np.arange(own_width)]))
-        for number, first in enumerate(
-            range(len(shared), len(shared) + count * own_width, own_width)
-        )
-    ]
-    tokens = np.zeros(1, np.int32)
-
-    def step() -> None:
-        run_step(adapter, store, [(sequence, tokens) for sequence in sequences])
-
+    sharing = _Sharing(adapter, writer, count, num_shared)
+    ways = (CascadePath.OFF, CascadePath.ON)
+    cascades = sharing.backend.cascades
     before = cascades.path
-    seconds: dict[CascadePath, list[float]] = {CascadePath.OFF: [], CascadePath.ON: []}
+
+    def seconds(path: CascadePath, num_steps: int) -> float:
+        cascades.path = path
+        return seconds_for(lambda: sharing.decode(num_steps)) / num_steps
+
+    def fitting(path: CascadePath) -> int:
+        seconds(path, 1)  # kernels are compiled, and the graph when it has come often enough
+        began, took = time.perf_counter(), seconds(path, 1)
+        for _ in range(MIN_USES):
+            if time.perf_counter() - began > _ROUND_S:
+                break
+            took = seconds(path, 1)
+        return max(1, min(_NUM_STEPS, int(_ROUND_S / took)))
+
     try:
-        for number in range(_NUM_ROUNDS):
-            for path, times in seconds.items():
-                cascades.path = path
-                for sequence in sequences:
-                    sequence.start = num_shared + NUM_OWN - _NUM_STEPS
-                took = _seconds(step, MIN_USES + 1 if number == 0 else _NUM_STEPS)
-                store.commit()
-                if number:
-                    times.append(took)
+        num_steps = {path: fitting(path) for path in ways}
+        began = time.perf_counter()
+        least = {path: seconds(path, num_steps[path]) for path in ways}
+        for _ in range(_NUM_ROUNDS - 1):
+            if time.perf_counter() - began > _ROUNDS_S:
+                break
+            for path in ways:
+                least[path] = min(least[path], seconds(path, num_steps[path]))
     finally:
         cascades.path = before
         adapter.rest()
         adapter.drop_store()
-    off, on = map(min, seconds.values())
-    return off / on
+    return least[CascadePath.OFF] / least[CascadePath.ON]
 
 
-def _seconds(step: Callable[[], None], most: int) -> float:
-    """Of a step, if some are dispatched one after the other."""
-    start = time.perf_counter()
-    count = 0
-    while count == 0 or (count < most and time.perf_counter() - start < _ROUND_S):
-        step()
-        count += 1
-    mx.synchronize()
-    return (time.perf_counter() - start) / count
+class _Sharing:
+    """Sequences that begin alike, in a pool of their own; see ``measure_cascade_gain``."""
+
+    def __init__(
+        self, adapter: ModelAdapter, writer: PoolWriter, count: int, num_shared: int
+    ) -> None:
+        assert isinstance(adapter.backend, KernelBackend), "only the kernels have cascades"
+        self.backend = adapter.backend
+        self._adapter = adapter
+        self._start = num_shared + NUM_OWN - _NUM_STEPS
+        block_size = adapter.layout.block_size
+        num_own = -(-NUM_OWN // block_size)
+        shared = np.arange(num_shared // block_size, dtype=np.int32)
+        own = len(shared) + np.arange(count * num_own, dtype=np.int32).reshape(count, num_own)
+        self._store = make_pool(adapter, num_shared + own.size * block_size, writer)
+        self._sequences = [
+            DummySequence(number, np.concatenate([shared, table]))
+            for number, table in enumerate(own)
+        ]
+
+    def decode(self, num_steps: int) -> None:
+        """Start so many steps, at most ``_NUM_STEPS``, always from the same place."""
+        for sequence in self._sequences:
+            sequence.start = self._start
+        for _ in range(num_steps):
+            tokens = np.zeros(1, np.int32)
+            run_step(self._adapter, self._store, [(each, tokens) for each in self._sequences])

@@ -6,17 +6,14 @@ fewer tokens than that leaves room for gains running streams nothing, and prompt
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-
-import mlx.core as mx
 
 from pagedmlx.kv.writer import PoolWriter
 from pagedmlx.models.adapter import ModelAdapter
-from pagedmlx.models.dummy_steps import make_pool, run_chunk
+from pagedmlx.models.dummy_steps import make_pool, run_chunk, seconds_for
 
 _HARDLY_MORE = 1.25
-_NUM_RUNS = 3
+_NUM_RUNS = 2
 
 
 def measure_cheap_tokens(adapter: ModelAdapter, writer: PoolWriter, few: int, most: int) -> int:
@@ -34,14 +31,11 @@ def measure_cheap_tokens(adapter: ModelAdapter, writer: PoolWriter, few: int, mo
     store = make_pool(adapter, most, writer)
 
     def seconds(num_tokens: int) -> float:
-        run_chunk(adapter, num_tokens, store)  # whatever is made at the first use
-        times = []
-        for _ in range(_NUM_RUNS):
-            mx.synchronize()
-            start = time.perf_counter()
+        def run() -> None:
             run_chunk(adapter, num_tokens, store)
-            times.append(time.perf_counter() - start)
-        return min(times)
+
+        run()  # whatever is made at the first use
+        return min(seconds_for(run) for _ in range(_NUM_RUNS))
 
     try:
         return find_cheap_tokens(seconds, few, most)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import mlx.core as mx
@@ -86,3 +87,12 @@ def run_chunk(adapter: ModelAdapter, num_tokens: int, store: KVStore) -> None:
     table = np.arange(-(-num_tokens // adapter.layout.block_size), dtype=np.int32)
     parts = [(DummySequence(0, table), np.zeros(num_tokens, np.int32))]
     mx.eval(run_step(adapter, store, parts))
+
+
+def seconds_for(run: Callable[[], None]) -> float:
+    """Time until the device is done with what this has it do, and with nothing else."""
+    mx.synchronize()
+    start = time.perf_counter()
+    run()
+    mx.synchronize()
+    return time.perf_counter() - start

@@ -7,8 +7,8 @@ are timed in both ways, once, when a model is loaded.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
@@ -29,6 +29,9 @@ SHAPES = ((16, 8192), (16, 4096), (16, 2048), (8, 2048), (8, 1024), (4, 1024))
 
 MIN_GAIN = 1.25
 """How much faster steps are at least: in serving the host has more to do than here."""
+
+_MEASURING_S = 3.0
+"""Nobody wants to wait longer for a model than this for what no one may come to use."""
 
 MAX_DIFFERENCE = 0.1
 """Of two ways to attend the same rows, as a share of the largest element: far above what rounding
@@ -63,7 +66,7 @@ def tune(
     backend: KernelBackend,
     chunk: int,
     max_len: int,
-    shapes: Sequence[tuple[int, int]],
+    shapes: Iterable[tuple[int, int]],
     gain: Callable[[int, int], float],
 ) -> list[str]:
     """Have a backend attend shared tokens once where that is faster on this device, and right.
@@ -99,9 +102,9 @@ def tune(
 
 
 def find_threshold(
-    shapes: Sequence[tuple[int, int]], gain: Callable[[int, int], float]
+    shapes: Iterable[tuple[int, int]], gain: Callable[[int, int], float]
 ) -> int | None:
-    """Find the fewest spared tokens from which on a cascade is faster.
+    """Find the fewest spared tokens from which on a cascade is faster, as far as there is time.
 
     Args:
         shapes: Sequences and shared tokens to try, those that spare most first.
@@ -110,11 +113,13 @@ def find_threshold(
     Returns:
         Tokens that sequences need not read; None if it never was faster.
     """
-    num_faster = bisect_left(shapes, True, key=lambda shape: gain(*shape) < MIN_GAIN)
-    if num_faster == 0:
-        return None
-    count, shared = shapes[num_faster - 1]
-    return shared * (count - 1)
+    threshold = None
+    end = time.monotonic() + _MEASURING_S
+    for count, shared in shapes:
+        if time.monotonic() > end or gain(count, shared) < MIN_GAIN:
+            break
+        threshold = shared * (count - 1)
+    return threshold
 
 
 def _run_idle(backend: KernelBackend, base: DecodeVariant, work: Decode | SplitPrefill) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import mlx.core as mx
@@ -68,6 +69,20 @@ def test_the_threshold_is_the_least_that_gained_enough(
     thresholds = backend._planner.cascades.thresholds
     assert thresholds.get(prefill_variant(kind)) == expected
     assert ("for each" in note) is (expected is None)
+
+
+def test_measuring_ends_when_it_has_taken_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    def gain(*_: int) -> float:
+        nonlocal now
+        now += 2.0
+        return 5.0
+
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    # Two take longer than there is time; what they found holds.
+    assert find_threshold(SHAPES, gain) == SHAPES[1][1] * (SHAPES[1][0] - 1)
+    assert now == 4.0
 
 
 @pytest.mark.parametrize("kind", [KernelError, RuntimeError])
