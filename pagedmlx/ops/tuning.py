@@ -30,7 +30,7 @@ SHAPES = ((16, 8192), (16, 4096), (16, 2048), (8, 2048), (8, 1024), (4, 1024))
 MIN_GAIN = 1.25
 """How much faster steps are at least: in serving the host has more to do than here."""
 
-_MEASURING_S = 3.0
+_MEASURING_S = 2.0
 """Nobody wants to wait longer for a model than this for what no one may come to use."""
 
 MAX_DIFFERENCE = 0.1
