@@ -121,7 +121,7 @@ def build_engine(
                 adapter.backend,
                 config.max_chunk,
                 limits.max_model_len,
-                [shape for shape in SHAPES if _may_come(*shape, plan, limits)],
+                _shapes_to_come(adapter, plan, limits),
                 partial(measure_cascade_gain, adapter, writer),
             )
         cheap_tokens = config.block_size
@@ -233,10 +233,22 @@ def _adapt(
     raise problem
 
 
-def _may_come(count: int, num_shared: int, plan: PoolPlan, limits: EngineLimits) -> bool:
-    """Whether so many sequences with so many shared tokens can run, and be tried."""
-    fits = num_shared + count * NUM_OWN <= plan.capacity_tokens
-    return fits and count <= plan.max_num_seqs and num_shared + NUM_OWN <= limits.max_model_len
+def _shapes_to_come(
+    adapter: ModelAdapter, plan: PoolPlan, limits: EngineLimits
+) -> list[tuple[int, int]]:
+    """How many sequences with how many shared tokens may run side by side, and can be tried.
+
+    None where each sequence runs by itself, or has a state that is known at its own end only.
+    """
+    if adapter.row_layout is not RowLayout.TOKEN_ROWS or plan.state_bytes:
+        return []
+    return [
+        (count, num_shared)
+        for count, num_shared in SHAPES
+        if count <= plan.max_num_seqs
+        and num_shared + NUM_OWN <= limits.max_model_len
+        and num_shared + count * NUM_OWN <= plan.capacity_tokens
+    ]
 
 
 def _attention_note(adapter: ModelAdapter, probe: ProbeResult) -> str:

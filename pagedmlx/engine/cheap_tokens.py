@@ -22,13 +22,12 @@ def measure_cheap_tokens(adapter: ModelAdapter, writer: PoolWriter, few: int, mo
     Args:
         adapter: Of the model to be served.
         writer: How the pool will be written.
-        few: As there.
+        few: As there; also what is returned where the device has no memory for more.
         most: As there.
     """
     if 2 * few > most:
         return few
     adapter.rest()
-    store = make_pool(adapter, most, writer)
 
     def seconds(num_tokens: int) -> float:
         def run() -> None:
@@ -38,7 +37,10 @@ def measure_cheap_tokens(adapter: ModelAdapter, writer: PoolWriter, few: int, mo
         return min(seconds_for(run) for _ in range(_NUM_RUNS))
 
     try:
+        store = make_pool(adapter, most, writer)
         return find_cheap_tokens(seconds, few, most)
+    except RuntimeError:  # MLX's
+        return few
     finally:
         adapter.rest()
         adapter.drop_store()

@@ -90,9 +90,12 @@ def tune(
                 _run_idle(backend, kind, work)
             _compare_prefills(backend, kind)
             _plan_chunks(backend, kind, chunk, min(max_len, PLANNED_TOKENS))
-        threshold = find_threshold(shapes, gain)
     except (KernelError, RuntimeError) as error:  # the latter is MLX's, of memory too
         backend.avoid_runs()
+        return [f"shared beginnings: read for each sequence: {first_line(error)}"]
+    try:
+        threshold = find_threshold(shapes, gain)
+    except (KernelError, RuntimeError) as error:
         return [f"shared beginnings: read for each sequence: {first_line(error)}"]
     if threshold is None:
         return ["shared beginnings: read for each sequence, which is as fast here"]

@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 
 from pagedmlx.engine import cascade_gain
-from pagedmlx.engine.build import _may_come
+from pagedmlx.engine.build import _shapes_to_come
 from pagedmlx.engine.cascade_gain import NUM_OWN, measure_cascade_gain
 from pagedmlx.engine.inputs import EngineLimits
 from pagedmlx.engine.memory import PoolPlan
@@ -18,6 +18,7 @@ from pagedmlx.kv.store import KVStore
 from pagedmlx.models import compiled
 from pagedmlx.models.adapter import ModelAdapter
 from pagedmlx.models.dummy_steps import DummySequence, Tokens
+from pagedmlx.models.parts import RowLayout
 from pagedmlx.ops.cascade import CascadePath
 from pagedmlx.ops.in_place import InPlaceWriter
 from pagedmlx.ops.kernels import KernelBackend
@@ -130,8 +131,21 @@ def test_what_fails_leaves_the_path_as_it_was(
     ],
 )
 def test_only_what_may_come_is_tried(
-    capacity: int, max_num_seqs: int, max_model_len: int, expected: bool
+    capacity: int, max_num_seqs: int, max_model_len: int, expected: bool, adapter: ModelAdapter
 ) -> None:
     plan = PoolPlan((1,), (1,), 1, 1, 1, capacity, max_num_seqs)
     limits = EngineLimits(max_model_len, capacity, 16, 100)
-    assert _may_come(16, 8192, plan, limits) is expected
+    assert ((16, 8192) in _shapes_to_come(adapter, plan, limits)) is expected
+
+
+@pytest.mark.parametrize("state_bytes", [0, 1])
+@pytest.mark.parametrize("layout", RowLayout)
+def test_no_sequence_is_tried_that_no_cascade_can_serve(
+    state_bytes: int, layout: RowLayout, adapter: ModelAdapter
+) -> None:
+    """A state is there at a sequence's own end only, and can't be made up."""
+    plan = PoolPlan((1,), (1,), 1, 1, 1, 99_999, 16, state_bytes)
+    limits = EngineLimits(99_999, 99_999, 16, 100)
+    adapter.row_layout = layout
+    shapes = _shapes_to_come(adapter, plan, limits)
+    assert bool(shapes) is (layout is RowLayout.TOKEN_ROWS and not state_bytes)

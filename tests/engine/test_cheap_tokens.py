@@ -56,3 +56,12 @@ def test_a_model_of_any_kind_is_measured(
         # Nothing to choose from.
         assert measure_cheap_tokens(adapter, writer(), 4, 7) == 4
         assert not lengths
+
+
+def test_without_memory_there_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("[malloc] unable to allocate")
+
+    monkeypatch.setattr(cheap_tokens, "make_pool", refuse)
+    with ModelAdapter(tiny_model("llama"), make_backend("auto"), block_size=4) as adapter:
+        assert measure_cheap_tokens(adapter, FunctionalWriter(), 4, 40) == 4

@@ -66,7 +66,7 @@ def test_the_threshold_is_the_least_that_gained_enough(
     (kind,) = backend.kinds
     assert find_threshold(SHAPES, gains(*measured)) == expected
     (note,) = tune(backend, 64, 4096, SHAPES, gains(*measured))
-    thresholds = backend._planner.cascades.thresholds
+    thresholds = backend.cascades.thresholds
     assert thresholds.get(prefill_variant(kind)) == expected
     assert ("for each" in note) is (expected is None)
 
@@ -86,17 +86,21 @@ def test_measuring_ends_when_it_has_taken_long(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("kind", [KernelError, RuntimeError])
-def test_a_kernel_that_does_not_compile_or_run_leaves_it_off(
-    kind: type[Exception], backend: KernelBackend
+@pytest.mark.parametrize("fails", ["_compare_prefills", "gain"])
+def test_what_does_not_compile_or_run_leaves_it_off(
+    fails: str, kind: type[Exception], backend: KernelBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> float:
-        raise kind("merge doesn't compile")
+        raise kind("no memory")
 
+    if fails != "gain":
+        monkeypatch.setattr(tuning, fails, fail)
     assert backend._chooser.may_split
     (note,) = tune(backend, 64, 4096, SHAPES, fail)
-    assert "merge doesn't compile" in note
-    assert not backend._planner.cascades.thresholds
-    assert not backend._chooser.may_split
+    assert "no memory" in note
+    assert not backend.cascades.thresholds
+    # Kernels that were tried and are right stay in use.
+    assert backend._chooser.may_split is (fails == "gain")
 
 
 @pytest.mark.parametrize("planted", ["", "is_wrong"])
