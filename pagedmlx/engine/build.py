@@ -11,8 +11,8 @@ import mlx.core as mx
 from pagedmlx.config import EngineConfig
 from pagedmlx.core.kv_manager import KVManager
 from pagedmlx.core.pooling import EmbeddingSpec, NoEmbedding
-from pagedmlx.core.scheduler import LONE_CHUNK, Scheduler
-from pagedmlx.engine.cascade_gain import NUM_OWN, measure_cascade_gain
+from pagedmlx.core.scheduler import Scheduler
+from pagedmlx.engine.cascade_gain import measure_cascade_gain, shapes_to_try
 from pagedmlx.engine.cheap_tokens import measure_cheap_tokens
 from pagedmlx.engine.engine import Engine
 from pagedmlx.engine.grammars import grammar_backend
@@ -49,7 +49,7 @@ from pagedmlx.models.probe import ProbeResult, probe_model
 from pagedmlx.models.residual import add_in_products
 from pagedmlx.ops import attention_paths
 from pagedmlx.ops.kernels import KernelBackend
-from pagedmlx.ops.tuning import SHAPES, compile_kernels, tune
+from pagedmlx.ops.tuning import compile_kernels, tune
 from pagedmlx.progress import ProgressCallback
 from pagedmlx.sampling.greedy import by_kernel
 from pagedmlx.sampling.sampler import Sampler
@@ -114,19 +114,20 @@ def build_engine(
             on_progress("serving made-up requests", None)
             serve_made_up_requests(adapter, writer, config, limits.max_model_len, sampler)
         chunk_multiple = 1
-        if isinstance(adapter.backend, KernelBackend):
+        if on_gpu or isinstance(adapter.backend, KernelBackend):
             on_progress("measuring", None)
+        if isinstance(adapter.backend, KernelBackend):
             chunk_multiple = adapter.backend.chunk_multiple(config.max_chunk)
             attention += tune(
                 adapter.backend,
                 config.max_chunk,
                 limits.max_model_len,
-                _shapes_to_come(adapter, plan, limits),
+                shapes_to_try(adapter, plan, limits),
                 partial(measure_cascade_gain, adapter, writer),
             )
         cheap_tokens = config.block_size
         if on_gpu and config.max_stream_gap_ms:
-            most = min(LONE_CHUNK, config.max_chunk, limits.max_model_len)
+            most = min(config.max_chunk, limits.max_model_len)
             cheap_tokens = measure_cheap_tokens(adapter, writer, cheap_tokens, most)
         mx.clear_cache()  # of the pools that were measured with
         memory_limits = MemoryLimits(None if limit is None else limit - headroom // OVERSHOOT)
@@ -231,24 +232,6 @@ def _adapt(
         layouts = layouts[layouts.index(tried) + 1 :]
     assert problem is not None, "there is always a path"
     raise problem
-
-
-def _shapes_to_come(
-    adapter: ModelAdapter, plan: PoolPlan, limits: EngineLimits
-) -> list[tuple[int, int]]:
-    """How many sequences with how many shared tokens may run side by side, and can be tried.
-
-    None where each sequence runs by itself, or has a state that is known at its own end only.
-    """
-    if adapter.row_layout is not RowLayout.TOKEN_ROWS or plan.state_bytes:
-        return []
-    return [
-        (count, num_shared)
-        for count, num_shared in SHAPES
-        if count <= plan.max_num_seqs
-        and num_shared + NUM_OWN <= limits.max_model_len
-        and num_shared + count * NUM_OWN <= plan.capacity_tokens
-    ]
 
 
 def _attention_note(adapter: ModelAdapter, probe: ProbeResult) -> str:

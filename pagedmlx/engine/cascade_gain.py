@@ -7,14 +7,24 @@ import time
 import mlx.core as mx
 import numpy as np
 
+from pagedmlx.engine.inputs import EngineLimits
+from pagedmlx.engine.memory import PoolPlan
 from pagedmlx.kv.writer import PoolWriter
 from pagedmlx.models.adapter import ModelAdapter
 from pagedmlx.models.compiled import MIN_USES
-from pagedmlx.models.dummy_steps import DummySequence, make_pool, run_step, seconds_for
+from pagedmlx.models.dummy_steps import (
+    DummySequence,
+    made_up_tokens,
+    make_pool,
+    run_step,
+    seconds_for,
+)
+from pagedmlx.models.parts import RowLayout
 from pagedmlx.ops.cascade import CascadePath
 from pagedmlx.ops.kernels import KernelBackend
+from pagedmlx.ops.tuning import SHAPES
 
-NUM_OWN = 128
+_NUM_OWN = 128
 """Tokens of each sequence that it doesn't share, those that the steps add among them."""
 
 _NUM_ROUNDS = 3
@@ -23,6 +33,30 @@ _NUM_STEPS = 12
 _ROUND_S = 0.3
 _ROUNDS_S = 1.0
 """Where steps take long, rounds have fewer of them, and then there are fewer rounds."""
+
+
+def shapes_to_try(
+    adapter: ModelAdapter, plan: PoolPlan, limits: EngineLimits
+) -> list[tuple[int, int]]:
+    """Those of ``SHAPES`` that may run, and fit where the pool is going to be.
+
+    None where each sequence runs by itself, or has a state that is known at its own end only.
+
+    Args:
+        adapter: Of the model to be served.
+        plan: Of its pool.
+        limits: Of its requests.
+    """
+    if adapter.row_layout is not RowLayout.TOKEN_ROWS or plan.state_bytes:
+        return []
+    block_size = limits.block_size
+    return [
+        (count, num_shared)
+        for count, num_shared in SHAPES
+        if count <= plan.max_num_seqs
+        and num_shared + _NUM_OWN <= limits.max_model_len
+        and (num_shared + count * _NUM_OWN) // block_size * plan.block_bytes <= plan.pool_bytes
+    ]
 
 
 def measure_cascade_gain(
@@ -86,9 +120,9 @@ class _Sharing:
         assert isinstance(adapter.backend, KernelBackend), "only the kernels have cascades"
         self.backend = adapter.backend
         self._adapter = adapter
-        self._start = num_shared + NUM_OWN - _NUM_STEPS
+        self._start = num_shared + _NUM_OWN - _NUM_STEPS
         block_size = adapter.layout.block_size
-        num_own = -(-NUM_OWN // block_size)
+        num_own = -(-_NUM_OWN // block_size)
         shared = np.arange(num_shared // block_size, dtype=np.int32)
         own = len(shared) + np.arange(count * num_own, dtype=np.int32).reshape(count, num_own)
         self._store = make_pool(adapter, num_shared + own.size * block_size, writer)
@@ -101,6 +135,6 @@ class _Sharing:
         """Start so many steps, at most ``_NUM_STEPS``, always from the same place."""
         for sequence in self._sequences:
             sequence.start = self._start
-        for _ in range(num_steps):
-            tokens = np.zeros(1, np.int32)
-            run_step(self._adapter, self._store, [(each, tokens) for each in self._sequences])
+        for number in range(num_steps):
+            tokens = made_up_tokens(self._adapter, len(self._sequences), number)[:, None]
+            run_step(self._adapter, self._store, zip(self._sequences, tokens, strict=True))

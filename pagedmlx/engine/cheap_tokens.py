@@ -6,14 +6,20 @@ fewer tokens than that leaves room for gains running streams nothing, and prompt
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from math import inf
 
 from pagedmlx.kv.writer import PoolWriter
 from pagedmlx.models.adapter import ModelAdapter
 from pagedmlx.models.dummy_steps import make_pool, run_chunk, seconds_for
 
 _HARDLY_MORE = 1.25
+_MOST = 256
+"""Behind a long context more are no longer cheap."""
 _NUM_RUNS = 2
+_MEASURING_S = 1.0
+"""Where it takes longer, what was found until then holds."""
 
 
 def measure_cheap_tokens(adapter: ModelAdapter, writer: PoolWriter, few: int, most: int) -> int:
@@ -25,11 +31,16 @@ def measure_cheap_tokens(adapter: ModelAdapter, writer: PoolWriter, few: int, mo
         few: As there; also what is returned where the device has no memory for more.
         most: As there.
     """
+    most = min(most, _MOST)
     if 2 * few > most:
         return few
     adapter.rest()
+    end = time.monotonic() + _MEASURING_S
 
     def seconds(num_tokens: int) -> float:
+        if time.monotonic() > end:
+            return inf
+
         def run() -> None:
             run_chunk(adapter, num_tokens, store)
 

@@ -28,17 +28,16 @@ class DummySequence:
     Args:
         seq_id: Its id.
         table: Its blocks in every group.
-        start: As below.
 
     Attributes:
         start: Tokens that are there already.
     """
 
-    def __init__(self, seq_id: int, table: Tokens, start: int = 0) -> None:
+    def __init__(self, seq_id: int, table: Tokens) -> None:
         request = Request(f"dummy {seq_id}", (0,), SamplingParams())
         self.sequence = Sequence(seq_id, request, 0, [], ())
         self.table = table
-        self.start = start
+        self.start = 0
 
 
 def run_step(
@@ -76,6 +75,11 @@ def run_step(
     return logits
 
 
+def made_up_tokens(adapter: ModelAdapter, length: int, first: int = 0) -> Tokens:
+    """Tokens from all over the vocabulary, so that a mixture of experts asks many of them."""
+    return ((first + np.arange(length)) * 7919 % adapter.vocab_size).astype(np.int32)
+
+
 def make_pool(adapter: ModelAdapter, num_tokens: int, writer: PoolWriter | None = None) -> KVStore:
     """A pool that just holds so many tokens; updated functionally if there is no writer."""
     num_blocks = -(-num_tokens // adapter.layout.block_size)
@@ -85,7 +89,7 @@ def make_pool(adapter: ModelAdapter, num_tokens: int, writer: PoolWriter | None 
 def run_chunk(adapter: ModelAdapter, num_tokens: int, store: KVStore) -> None:
     """Compute the first tokens of a prompt, and wait for them; the pool may have been used."""
     table = np.arange(-(-num_tokens // adapter.layout.block_size), dtype=np.int32)
-    parts = [(DummySequence(0, table), np.zeros(num_tokens, np.int32))]
+    parts = [(DummySequence(0, table), made_up_tokens(adapter, num_tokens))]
     mx.eval(run_step(adapter, store, parts))
 
 

@@ -14,7 +14,7 @@ from pagedmlx.errors import ModelLoadError, UnsupportedModelError, first_line
 from pagedmlx.kv.store import KVStore
 from pagedmlx.kv.writer import PoolWriter
 from pagedmlx.models.adapter import ModelAdapter
-from pagedmlx.models.dummy_steps import DummySequence, Tokens, run_step
+from pagedmlx.models.dummy_steps import DummySequence, Tokens, made_up_tokens, run_step
 
 NUM_DECODES = 3
 _NUM_PADDING = 2
@@ -93,7 +93,10 @@ def _measure(adapter: ModelAdapter, writer: PoolWriter | None) -> ProbeResult:
     length = max(2 * block_size, min(max(windows, default=0), MAX_PROMPT_TOKENS)) + 1
     # The last block must be partly filled, so that copying it matters.
     length += length % block_size == 0
-    prompts = [_prompt(adapter, length, 13), _prompt(adapter, block_size // 2 + 1, 5)]
+    prompts = [
+        made_up_tokens(adapter, length, 13),
+        made_up_tokens(adapter, block_size // 2 + 1, 5),
+    ]
     ends = np.cumsum([0, *(-(-(len(each) + NUM_DECODES) // block_size) for each in prompts)])
     store = KVStore(layout, (int(ends[-1]) + 1,) * len(layout.groups), float("nan"), writer)
     # Block ids run backwards, so that order in the pool is not order in the sequence; 0 is spare.
@@ -130,10 +133,6 @@ def _measure(adapter: ModelAdapter, writer: PoolWriter | None) -> ProbeResult:
         tolerance=max(TOLERANCES[adapter.loaded.dtype], TOLERANCES[layout.dtype]),
         passed_windows=all(length > window for window in windows),
     )
-
-
-def _prompt(adapter: ModelAdapter, length: int, first: int) -> Tokens:
-    return (np.arange(length) * 7919 + first) % adapter.vocab_size
 
 
 def _expected(adapter: ModelAdapter, prompt: Tokens) -> tuple[list[mx.array], list[int]]:

@@ -78,7 +78,7 @@ class CascadePlanner:
         wave: Threadgroups that the device runs at once.
 
     Attributes:
-        path: As given.
+        path: As given; another may be taken from the next step on.
         thresholds: For layers with these prefills, how many tokens at least must be spared for a
             cascade to be faster; for others it isn't. Only ``auto`` asks.
     """

@@ -8,7 +8,7 @@ are timed in both ways, once, when a model is loaded.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -66,7 +66,7 @@ def tune(
     backend: KernelBackend,
     chunk: int,
     max_len: int,
-    shapes: Iterable[tuple[int, int]],
+    shapes: Sequence[tuple[int, int]],
     gain: Callable[[int, int], float],
 ) -> list[str]:
     """Have a backend attend shared tokens once where that is faster on this device, and right.
@@ -79,7 +79,7 @@ def tune(
         gain: How many times faster a step is so, with as many sequences and shared tokens.
 
     Returns:
-        Lines for the user.
+        Lines for the user; none where nothing was to be chosen.
     """
     kinds = [kind for kind in backend.kinds if prefill_variant(kind).is_supported]
     if not kinds:
@@ -93,6 +93,8 @@ def tune(
     except (KernelError, RuntimeError) as error:  # the latter is MLX's, of memory too
         backend.avoid_runs()
         return [f"shared beginnings: read for each sequence: {first_line(error)}"]
+    if not shapes:
+        return []
     try:
         threshold = find_threshold(shapes, gain)
     except (KernelError, RuntimeError) as error:

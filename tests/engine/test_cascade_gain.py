@@ -9,9 +9,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from pagedmlx.engine import cascade_gain
-from pagedmlx.engine.build import _shapes_to_come
-from pagedmlx.engine.cascade_gain import NUM_OWN, measure_cascade_gain
+from pagedmlx.config import EngineConfig
+from pagedmlx.engine import build, cascade_gain
+from pagedmlx.engine.cascade_gain import _NUM_OWN, measure_cascade_gain, shapes_to_try
 from pagedmlx.engine.inputs import EngineLimits
 from pagedmlx.engine.memory import PoolPlan
 from pagedmlx.kv.store import KVStore
@@ -23,9 +23,12 @@ from pagedmlx.ops.cascade import CascadePath
 from pagedmlx.ops.in_place import InPlaceWriter
 from pagedmlx.ops.kernels import KernelBackend
 from pagedmlx.ops.launch import Launch
+from pagedmlx.ops.paths import AttentionPath
+from pagedmlx.progress import ignore_progress
 from tests.metal.launcher import FiberLauncher
 from tests.support import tiny_models
 from tests.support.tiny_models import CONFIGS, tiny_model
+from tests.support.tokenizers import byte_tokenizer
 
 COUNT, SHARED = 3, 32
 
@@ -55,7 +58,7 @@ def launcher() -> Noting:
 def adapter(launcher: Noting, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelAdapter]:
     """A model whose heads the kernels for prompts take, too."""
     config = {**CONFIGS["llama"], "head_dim": 16, "num_hidden_layers": 2}
-    monkeypatch.setattr(tiny_models, "CONFIGS", {"tiny": config})
+    monkeypatch.setattr(tiny_models, "CONFIGS", {**CONFIGS, "tiny": config})
     launcher.backend = KernelBackend(launcher, 64)
     with ModelAdapter(tiny_model("tiny"), launcher.backend, block_size=8) as adapter:
         yield adapter
@@ -98,7 +101,7 @@ def test_the_gain_is_of_whole_steps_once_all_is_compiled(
         for sequence, _tokens in parts:
             sequence.start += 1
             # The table holds what the steps add.
-            assert sequence.start <= 8 * len(sequence.table) == SHARED + NUM_OWN
+            assert sequence.start <= 8 * len(sequence.table) == SHARED + _NUM_OWN
 
     monkeypatch.setattr(cascade_gain, "run_step", run_step)
     monkeypatch.setattr(time, "perf_counter", lambda: now)
@@ -121,21 +124,33 @@ def test_what_fails_leaves_the_path_as_it_was(
     assert launcher.backend.cascades.path is CascadePath.AUTO
 
 
+FITTING = (8192 + 16 * _NUM_OWN) // 16
+BLOCK_BYTES = 100
+
+
+def made_plan(num_blocks: int, max_num_seqs: int = 16, state_bytes: int = 0) -> PoolPlan:
+    """Of a model with a window too, for whose layers there are fewer blocks."""
+    pool_bytes = num_blocks * BLOCK_BYTES
+    blocks = (2 * num_blocks, num_blocks // 2)
+    capacity = 2 * num_blocks * 16
+    return PoolPlan(blocks, blocks, 1, BLOCK_BYTES, pool_bytes, capacity, max_num_seqs, state_bytes)
+
+
 @pytest.mark.parametrize(
-    ("capacity", "max_num_seqs", "max_model_len", "expected"),
+    ("num_blocks", "max_num_seqs", "max_model_len", "expected"),
     [
-        (8192 + 16 * NUM_OWN, 16, 8192 + NUM_OWN, True),
-        (8192 + 16 * NUM_OWN - 1, 16, 32_768, False),
-        (99_999, 15, 32_768, False),
-        (99_999, 16, 8192 + NUM_OWN - 1, False),
+        (FITTING, 16, 8192 + _NUM_OWN, True),
+        (FITTING - 1, 16, 32_768, False),
+        (FITTING, 15, 32_768, False),
+        (FITTING, 16, 8192 + _NUM_OWN - 1, False),
     ],
 )
 def test_only_what_may_come_is_tried(
-    capacity: int, max_num_seqs: int, max_model_len: int, expected: bool, adapter: ModelAdapter
+    num_blocks: int, max_num_seqs: int, max_model_len: int, expected: bool, adapter: ModelAdapter
 ) -> None:
-    plan = PoolPlan((1,), (1,), 1, 1, 1, capacity, max_num_seqs)
-    limits = EngineLimits(max_model_len, capacity, 16, 100)
-    assert ((16, 8192) in _shapes_to_come(adapter, plan, limits)) is expected
+    limits = EngineLimits(max_model_len, 99_999, 16, 100)
+    shapes = shapes_to_try(adapter, made_plan(num_blocks, max_num_seqs), limits)
+    assert ((16, 8192) in shapes) is expected
 
 
 @pytest.mark.parametrize("state_bytes", [0, 1])
@@ -144,8 +159,53 @@ def test_no_sequence_is_tried_that_no_cascade_can_serve(
     state_bytes: int, layout: RowLayout, adapter: ModelAdapter
 ) -> None:
     """A state is there at a sequence's own end only, and can't be made up."""
-    plan = PoolPlan((1,), (1,), 1, 1, 1, 99_999, 16, state_bytes)
     limits = EngineLimits(99_999, 99_999, 16, 100)
     adapter.row_layout = layout
-    shapes = _shapes_to_come(adapter, plan, limits)
+    shapes = shapes_to_try(adapter, made_plan(9999, state_bytes=state_bytes), limits)
     assert bool(shapes) is (layout is RowLayout.TOKEN_ROWS and not state_bytes)
+
+
+@pytest.mark.parametrize("name", ["tiny", "qwen3_5", "mamba2"])
+def test_what_is_measured_is_what_the_engine_goes_by(
+    name: str, adapter: ModelAdapter, launcher: Noting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[tuple[int, int]] = []
+
+    def gain(_adapter: ModelAdapter, _writer: object, count: int, num_shared: int) -> float:
+        tried.append((count, num_shared))
+        return 2.0
+
+    def cheap(_adapter: ModelAdapter, _writer: object, few: int, most: int) -> int:
+        assert (few, most) == (8, 48)
+        return 32
+
+    launcher.backend = backend = KernelBackend(launcher, 64)
+    path = AttentionPath(backend, InPlaceWriter(launcher))
+    monkeypatch.setattr(build, "attention_paths", lambda *_: (path,))
+    monkeypatch.setattr(build, "measure_cascade_gain", gain)
+    monkeypatch.setattr(build, "measure_cheap_tokens", cheap)
+    monkeypatch.setattr(cascade_gain, "SHAPES", ((64, 256), (4, 256), (4, 128)))
+    loaded = tiny_model(name)
+    monkeypatch.setattr(build, "serve_made_up_requests", lambda *_: None)
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    config = EngineConfig(
+        block_size=8,
+        num_blocks=128,
+        max_num_seqs=8,
+        max_num_batched_tokens=48,
+        prefill_chunk_size=48,
+        max_stream_gap_ms=250,
+        max_model_len=400,
+    )
+    engine = build.build_engine(loaded, byte_tokenizer(), config, on_progress=ignore_progress)
+    monkeypatch.undo()
+    try:
+        assert engine._scheduler.max_prompt_tokens == 32
+        assert tried == ([(4, 256), (4, 128)] if name == "tiny" else [])
+        thresholds = backend.cascades.thresholds.values()
+        assert [*thresholds] == ([3 * 128] if name == "tiny" else [])
+        assert any("spares 384 tokens" in note for note in engine.notes) is (name == "tiny")
+    finally:
+        runner: Any = engine._runner
+        runner._adapter.close()
+        runner._on_close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -52,6 +54,7 @@ def test_a_model_of_any_kind_is_measured(
     with ModelAdapter(tiny_model(name), make_backend("auto"), block_size=4) as adapter:
         assert measure_cheap_tokens(adapter, writer(), 4, 40) == 32
         assert set(lengths) == {4, 8, 16, 32}
+        assert adapter._compiled is None
         lengths.clear()
         # Nothing to choose from.
         assert measure_cheap_tokens(adapter, writer(), 4, 7) == 4
@@ -65,3 +68,41 @@ def test_without_memory_there_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cheap_tokens, "make_pool", refuse)
     with ModelAdapter(tiny_model("llama"), make_backend("auto"), block_size=4) as adapter:
         assert measure_cheap_tokens(adapter, FunctionalWriter(), 4, 40) == 4
+
+
+@pytest.mark.parametrize(("step_s", "expected"), [(0.001, 256), (0.1, 32), (2.0, 16)])
+def test_where_steps_take_long_few_are_measured(
+    step_s: float, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+
+    def run_chunk(*_: object) -> None:
+        nonlocal now
+        now += step_s
+
+    monkeypatch.setattr(cheap_tokens, "run_chunk", run_chunk)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    with ModelAdapter(tiny_model("llama"), make_backend("auto"), block_size=16) as adapter:
+        found = measure_cheap_tokens(adapter, FunctionalWriter(), 16, 2048)
+    # However cheap more are, a long context makes them dear.
+    assert found >= expected
+    assert found <= 256
+    assert now <= 1.0 + 6 * step_s
+
+
+def test_what_is_slow_for_once_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first time kernels are compiled, and later the host may be busy with something else."""
+    now, runs = 0.0, dict[int, int]()
+
+    def run_chunk(_: object, num_tokens: int, *_rest: object) -> None:
+        nonlocal now
+        runs[num_tokens] = number = runs.get(num_tokens, 0) + 1
+        now += 1e-3 * num_tokens * {1: 100, 2: 3}.get(number, 1)
+
+    monkeypatch.setattr(cheap_tokens, "run_chunk", run_chunk)
+    monkeypatch.setattr(cheap_tokens, "_MEASURING_S", 1e9)
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    with ModelAdapter(tiny_model("llama"), make_backend("auto"), block_size=4) as adapter:
+        assert measure_cheap_tokens(adapter, FunctionalWriter(), 4, 40) == 4
+        assert runs == {4: 3, 8: 3}

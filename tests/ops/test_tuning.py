@@ -71,6 +71,20 @@ def test_the_threshold_is_the_least_that_gained_enough(
     assert ("for each" in note) is (expected is None)
 
 
+def test_what_was_found_holds_for_every_kind_of_layer(launcher: FiberLauncher) -> None:
+    backend = KernelBackend(launcher)
+    case = make_case(SPANS, writer=InPlaceWriter(launcher), k_head_dim=64, v_head_dim=64)
+    for scale in (0.125, 0.25):
+        case.attend(backend, AttentionParams(scale=scale))
+    assert len(backend.kinds) == 2
+    (note,) = tune(backend, 64, 4096, SHAPES[:1], gains(2.0))
+    assert "122880 tokens" in note
+    assert backend.cascades.thresholds == {
+        backend._planner.prefill_variant(kind): 15 * 8192 for kind in backend.kinds
+    }
+    assert len(backend.cascades.thresholds) == 2
+
+
 def test_measuring_ends_when_it_has_taken_long(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
 
@@ -104,9 +118,7 @@ def test_what_does_not_compile_or_run_leaves_it_off(
 
 
 @pytest.mark.parametrize("planted", ["", "is_wrong"])
-def test_a_way_that_gives_something_else_is_not_taken(
-    planted: str,
-) -> None:
+def test_a_way_that_gives_something_else_is_not_taken(planted: str) -> None:
     def change(kernel: Kernel, source: str) -> str:
         is_shared = "partials" in kernel.output_names and "_prefill_" in kernel.name
         if not planted or not is_shared:
@@ -118,8 +130,8 @@ def test_a_way_that_gives_something_else_is_not_taken(
     backend = KernelBackend(launcher)
     case = make_case(SPANS, writer=InPlaceWriter(launcher), k_head_dim=64, v_head_dim=64)
     case.attend(backend, AttentionParams(scale=0.125))
-    (note,) = tune(backend, 64, 4096, [], gains())
-    assert ("differ by" in note) is bool(planted)
+    notes = tune(backend, 64, 4096, [], gains())
+    assert ["differ by" in note for note in notes] == [True] * bool(planted)
     assert backend._chooser.may_split is not bool(planted)
 
 
