@@ -37,6 +37,8 @@ MAX_DIFFERENCE = 0.1
 """Of two ways to attend the same rows, as a share of the largest element: far above what rounding
 explains, and far below what a wrong one gives."""
 
+_READ_FOR_EACH = "shared beginnings: read for each sequence"
+
 MIN_CHUNK = 512
 """Shorter chunks leave a GPU idle that is so fast that plans matter."""
 
@@ -92,15 +94,15 @@ def tune(
             _plan_chunks(backend, kind, chunk, min(max_len, PLANNED_TOKENS))
     except (KernelError, RuntimeError) as error:  # the latter is MLX's, of memory too
         backend.avoid_runs()
-        return [f"shared beginnings: read for each sequence: {first_line(error)}"]
+        return [f"{_READ_FOR_EACH}: {first_line(error)}"]
     if not shapes:
         return []
     try:
         threshold = find_threshold(shapes, gain)
     except (KernelError, RuntimeError) as error:
-        return [f"shared beginnings: read for each sequence: {first_line(error)}"]
+        return [f"{_READ_FOR_EACH}: {first_line(error)}"]
     if threshold is None:
-        return ["shared beginnings: read for each sequence, which is as fast here"]
+        return [f"{_READ_FOR_EACH}, which is as fast here"]
     for kind in kinds:
         backend.set_cascade_threshold(kind, threshold)
     return [f"shared beginnings: read once for all sequences if that spares {threshold} tokens"]

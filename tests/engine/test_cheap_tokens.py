@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from pagedmlx.engine import cheap_tokens
 from pagedmlx.engine.cheap_tokens import find_cheap_tokens, measure_cheap_tokens
+from pagedmlx.kv.store import KVStore
 from pagedmlx.kv.writer import FunctionalWriter, PoolWriter
 from pagedmlx.models.adapter import ModelAdapter
 from pagedmlx.ops import make_backend
@@ -45,9 +46,9 @@ def test_a_model_of_any_kind_is_measured(
 ) -> None:
     run, lengths = cheap_tokens.run_chunk, []
 
-    def record(adapter: ModelAdapter, num_rows: int, *rest: object) -> None:
-        lengths.append(num_rows)
-        run(adapter, num_rows, *rest)  # type: ignore[arg-type]
+    def record(adapter: ModelAdapter, num_tokens: int, store: KVStore) -> None:
+        lengths.append(num_tokens)
+        run(adapter, num_tokens, store)
 
     monkeypatch.setattr(cheap_tokens, "run_chunk", record)
     monkeypatch.setattr(cheap_tokens, "_HARDLY_MORE", 1e9)
