@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from pagedmlx.core.batch import NO_BLOCK, GroupArrays
 from pagedmlx.kv.layout import AxisOrder, KVLayout
-from pagedmlx.kv.resize import freed_at_once, with_length
+from pagedmlx.kv.resize import set_length
 from pagedmlx.kv.states import StateStore
 from pagedmlx.kv.writer import (
     FunctionalWriter,
@@ -129,8 +129,8 @@ class KVStore:
         """Make the arrays of a group so long that they hold this many blocks, and not longer.
 
         Waits for all that is under way. Whoever keeps graphs that hold pool arrays must drop them
-        before, or the old arrays stay. One array at a time is copied, so the peak is one array
-        above the larger of both sizes.
+        before, or the old arrays stay. Meanwhile no more memory is taken than by a pool of all
+        blocks, or by one array above the larger of both sizes.
 
         Raises:
             RuntimeError: The device has no memory for it. What was in the pool is still there, and
@@ -138,27 +138,35 @@ class KVStore:
         """
         count = self._in_slabs(group, num_blocks)
         self.commit()
+        longest = max(count, self.num_blocks[group])
         self.num_blocks[group] = min(count, self.num_blocks[group])
-        for layer in self.layout.groups[group].layers:
-            self._resize(layer, count)
+        self._resize(group, count, self._spare_bytes(group, longest))
         self.num_blocks[group] = count
 
     def _in_slabs(self, group: int, num_blocks: int) -> int:
         slabs = max(1, -(-num_blocks // self._slab_blocks))
         return min(slabs * self._slab_blocks, self._max_blocks[group])
 
-    def _resize(self, layer: int, num_blocks: int) -> None:
-        pool = self._pools.pop(layer)
-        arrays = [pool.keys, pool.values]
-        del pool
+    def _spare_bytes(self, group: int, num_blocks: int) -> int:
+        """What the pool may still grow by if a group has so many blocks."""
+        counts = [*self.num_blocks]
+        counts[group] = num_blocks
+        return sum(
+            (most - count) * self.layout.block_bytes(group)
+            for group, (most, count) in enumerate(zip(self._max_blocks, counts, strict=True))
+        )
+
+    def _resize(self, group: int, num_blocks: int, spare_bytes: int) -> None:
+        layers = self.layout.groups[group].layers
+        pools = [self._pools.pop(layer) for layer in layers]
+        arrays = [array for pool in pools for array in (pool.keys, pool.values)]
+        del pools
         try:
-            with freed_at_once():
-                for index, array in enumerate(arrays):
-                    arrays[index] = with_length(array, num_blocks, self._fill)
-                    del array
+            set_length(arrays, num_blocks, self._fill, spare_bytes)
         finally:
-            keys, values = arrays
-            self._pools[layer] = self._writer.adopt(LayerPool(keys, values, self.layout.order))
+            for layer, keys, values in zip(layers, arrays[::2], arrays[1::2], strict=True):
+                pool = LayerPool(keys, values, self.layout.order)
+                self._pools[layer] = self._writer.adopt(pool)
 
     def write(self, layer: int, keys: mx.array, values: mx.array, slots: mx.array) -> None:
         """Store one K and one V row per token; reads that are asked for later see them.

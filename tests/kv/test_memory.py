@@ -11,7 +11,6 @@ import pytest
 
 from pagedmlx.core.groups import KVGroup, KVGroupKind
 from pagedmlx.kv.layout import AxisOrder, KVLayout, LayerShape
-from pagedmlx.kv.resize import with_length
 from pagedmlx.kv.store import KVStore
 from pagedmlx.ops import make_backend
 from pagedmlx.ops.base import AttentionBackend, AttentionParams, PagedBatch
@@ -56,7 +55,7 @@ def test_the_detector_sees_the_copy_that_a_held_read_causes(store: KVStore) -> N
     del held
 
 
-def test_the_pool_is_as_large_as_its_blocks_need_and_grows_by_one_array_at_a_time() -> None:
+def test_the_pool_is_as_large_as_its_blocks_need_and_never_takes_more_than_all_blocks() -> None:
     layout = KVLayout(
         block_size=BLOCK_SIZE,
         dtype="float32",
@@ -73,21 +72,11 @@ def test_the_pool_is_as_large_as_its_blocks_need_and_grows_by_one_array_at_a_tim
         assert store.num_blocks == [slabs * NUM_BLOCKS // 8]
         assert store.num_bytes == slabs * slab_bytes
         larger = max(before, mx.get_active_memory())
-        # One array is there twice, long and short.
-        assert mx.get_peak_memory() - larger <= ARRAY_BYTES + room
+        # One array is there twice, long and short, and more of them as far as that takes no more.
+        most = max(larger + ARRAY_BYTES, baseline + 8 * slab_bytes)
+        assert mx.get_peak_memory() <= most + room
         assert abs(mx.get_active_memory() - baseline - slabs * slab_bytes) < room
     mx.clear_cache()
-
-
-@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
-def test_a_longer_array_has_its_type_and_a_short_one_its_beginning(dtype: mx.Dtype) -> None:
-    array = mx.random.normal((5, 2, 3)).astype(dtype)
-    assert with_length(array, 5, 0.5) is array
-    for length in (1, 4, 6, 50):
-        changed = with_length(array, length, 0.5)
-        assert (changed.dtype, changed.shape) == (dtype, (length, 2, 3))
-        assert mx.array_equal(changed[:5], array[:length])
-        assert (changed[5:] == 0.5).all()
 
 
 def _reset_peak() -> int:
