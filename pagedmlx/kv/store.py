@@ -25,6 +25,9 @@ from pagedmlx.kv.writer import (
     Rotation,
 )
 
+RESIZE_BYTES = 256 << 20
+"""Resizing may take so much even where the pool takes all of its memory: no step does meanwhile."""
+
 
 @dataclass(frozen=True, slots=True)
 class Unwritten:
@@ -130,7 +133,7 @@ class KVStore:
 
         Waits for all that is under way. Whoever keeps graphs that hold pool arrays must drop them
         before, or the old arrays stay. Meanwhile no more memory is taken than by a pool of all
-        blocks, or by one array above the larger of both sizes.
+        blocks, or by one slab (at most ``RESIZE_BYTES``) or one array above the larger size.
 
         Raises:
             RuntimeError: The device has no memory for it. What was in the pool is still there, and
@@ -148,13 +151,15 @@ class KVStore:
         return min(slabs * self._slab_blocks, self._max_blocks[group])
 
     def _spare_bytes(self, group: int, num_blocks: int) -> int:
-        """What the pool may still grow by if a group has so many blocks."""
+        """What resizing may take for itself while a group has so many blocks."""
         counts = [*self.num_blocks]
         counts[group] = num_blocks
-        return sum(
-            (most - count) * self.layout.block_bytes(group)
-            for group, (most, count) in enumerate(zip(self._max_blocks, counts, strict=True))
+        still_free = sum(
+            (most - count) * self.layout.block_bytes(each)
+            for each, (most, count) in enumerate(zip(self._max_blocks, counts, strict=True))
         )
+        slab_bytes = self._slab_blocks * self.layout.block_bytes(group)
+        return max(still_free, min(slab_bytes, RESIZE_BYTES))
 
     def _resize(self, group: int, num_blocks: int, spare_bytes: int) -> None:
         layers = self.layout.groups[group].layers

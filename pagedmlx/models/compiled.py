@@ -29,7 +29,7 @@ MIN_USES = 5
 """A shape is compiled when it comes this often: a trace costs what so many steps save by it."""
 
 Graph = Callable[[mx.array, mx.array, mx.array, mx.array], tuple[mx.array, mx.array]]
-"""Some layers of a step, as ``CompiledSteps._trace`` says."""
+"""Some layers of a step, as ``CompiledSteps._span`` says."""
 
 
 class Plans(Protocol):
@@ -63,11 +63,34 @@ class PlansAhead(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class _Spans:
+    """The steps of one shape, span by span.
+
+    Attributes:
+        graphs: One for each span of layers.
+        num_compiled: So many of them, the first ones, are compiled.
+    """
+
+    graphs: list[Graph]
+    num_compiled: int = 0
+
+    def compile_next(self) -> None:
+        """Compile one more, if there is any left.
+
+        All at once they would hold up streams: a trace of 32 layers is a third of a step.
+        """
+        if self.num_compiled < len(self.graphs):
+            self.graphs[self.num_compiled] = mx.compile(self.graphs[self.num_compiled])
+            self.num_compiled += 1
+
+
 class CompiledSteps:
     """Runs steps that are planned ahead; of one shape, all but the first few by a compiled graph.
 
     Steps with prompts are several graphs, one for each span of layers: they come to a device that
-    may be idle, and it begins with the first while MLX goes through the next.
+    may be idle, and it begins with the first while MLX goes through the next. One span of them is
+    compiled in each step.
 
     Args:
         run: The model over a batch: writes K and V and returns logits.
@@ -90,7 +113,7 @@ class CompiledSteps:
         self._store = store
         self._spans = spans
         self._hand_over = hand_over
-        self._graphs: OrderedDict[tuple[object, ...], list[Graph]] = OrderedDict()
+        self._graphs: OrderedDict[tuple[object, ...], _Spans] = OrderedDict()
         self._uses: OrderedDict[tuple[object, ...], int] = OrderedDict()
 
     def __call__(self, batch: PagedBatch) -> mx.array | None:
@@ -129,10 +152,11 @@ class CompiledSteps:
     def _graphs_of(
         self, shape: tuple[object, ...], batch: PagedBatch, plans: Plans
     ) -> list[Graph] | None:
-        graphs = self._graphs.get(shape)
-        if graphs is not None:
+        found = self._graphs.get(shape)
+        if found is not None:
             self._graphs.move_to_end(shape)
-            return graphs
+            found.compile_next()
+            return found.graphs
         uses = self._uses.pop(shape, 0) + 1
         if uses < MIN_USES:
             self._uses[shape] = uses
@@ -140,13 +164,13 @@ class CompiledSteps:
                 self._uses.popitem(last=False)
             return None
         spans = (self._spans.whole,) if batch.host.only_decodes else self._spans.parts
-        graphs = [mx.compile(self._trace(batch, plans, span)) for span in spans]
-        self._graphs[shape] = graphs
+        made = self._graphs[shape] = _Spans([self._span(batch, plans, each) for each in spans])
         if len(self._graphs) > MAX_GRAPHS:
             self._graphs.popitem(last=False)
-        return graphs
+        made.compile_next()
+        return made.graphs
 
-    def _trace(self, like: PagedBatch, plans: Plans, span: range) -> Graph:
+    def _span(self, like: PagedBatch, plans: Plans, span: range) -> Graph:
         """The function to compile: some layers of a step of ``like``'s shape.
 
         It takes the step's token ids, the other metadata, what the layers before have come to, if

@@ -163,8 +163,27 @@ def test_steps_with_prompts_are_compiled_where_they_are_planned_ahead() -> None:
         expected = batch.token_ids + 10 * batch.positions[:8] + batch.groups[0].slot_mapping
         expected = (expected + number + 1)[batch.sample_rows]
         np.testing.assert_array_equal(np.array(logits[:, 0]), np.array(expected))
-    # They are traced in two spans.
-    assert decoding.num_runs == MIN_USES + 1
+    # They are two spans, of which the second is run as it is while the first is traced.
+    assert decoding.num_runs == MIN_USES + 2
+
+
+def test_no_step_traces_more_than_one_span(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoding, compiled = Decoding(), list[int]()
+    decoding.compiled._spans.parts = tuple(range(each, each + 1) for each in range(4))
+    compile_one = mx.compile
+
+    def count(function: Any) -> Any:
+        compiled[-1] += 1
+        return compile_one(function)
+
+    monkeypatch.setattr(mx, "compile", count)
+    host = make_batch([(0, 5)], block_size=4, num_blocks=64, rng=np.random.default_rng(0))
+    for _ in range(MIN_USES + 5):
+        compiled.append(0)
+        decoding.backend.next_plans = Plans([np.array([1], np.int32)])
+        logits = decoding.compiled(PagedBatch(host))
+        assert (logits is None) == (len(compiled) < MIN_USES)
+    assert compiled == [0] * (MIN_USES - 1) + [1] * 4 + [0] * 2
 
 
 def test_a_device_begins_with_prompts_before_their_step_is_whole(
