@@ -75,22 +75,20 @@ class _Spans:
     graphs: list[Graph]
     num_compiled: int = 0
 
-    def compile_next(self) -> None:
-        """Compile one more, if there is any left.
-
-        All at once they would hold up streams: a trace of 32 layers is a third of a step.
-        """
-        if self.num_compiled < len(self.graphs):
-            self.graphs[self.num_compiled] = mx.compile(self.graphs[self.num_compiled])
-            self.num_compiled += 1
+    def compile(self, most: int) -> None:
+        """Compile the next ones, at most so many."""
+        first = self.num_compiled
+        self.num_compiled = min(first + most, len(self.graphs))
+        for index in range(first, self.num_compiled):
+            self.graphs[index] = mx.compile(self.graphs[index])
 
 
 class CompiledSteps:
     """Runs steps that are planned ahead; of one shape, all but the first few by a compiled graph.
 
     Steps with prompts are several graphs, one for each span of layers: they come to a device that
-    may be idle, and it begins with the first while MLX goes through the next. One span of them is
-    compiled in each step.
+    may be idle, and it begins with the first while MLX goes through the next. Beside streams, which
+    wait meanwhile, one span is traced in each step: all of them take a third as long as a step.
 
     Args:
         run: The model over a batch: writes K and V and returns logits.
@@ -152,10 +150,12 @@ class CompiledSteps:
     def _graphs_of(
         self, shape: tuple[object, ...], batch: PagedBatch, plans: Plans
     ) -> list[Graph] | None:
+        spans = (self._spans.whole,) if batch.host.only_decodes else self._spans.parts
+        num_at_once = 1 if batch.host.num_decodes else len(spans)
         found = self._graphs.get(shape)
         if found is not None:
             self._graphs.move_to_end(shape)
-            found.compile_next()
+            found.compile(num_at_once)
             return found.graphs
         uses = self._uses.pop(shape, 0) + 1
         if uses < MIN_USES:
@@ -163,11 +163,10 @@ class CompiledSteps:
             if len(self._uses) > MAX_GRAPHS:
                 self._uses.popitem(last=False)
             return None
-        spans = (self._spans.whole,) if batch.host.only_decodes else self._spans.parts
         made = self._graphs[shape] = _Spans([self._span(batch, plans, each) for each in spans])
         if len(self._graphs) > MAX_GRAPHS:
             self._graphs.popitem(last=False)
-        made.compile_next()
+        made.compile(num_at_once)
         return made.graphs
 
     def _span(self, like: PagedBatch, plans: Plans, span: range) -> Graph:

@@ -167,23 +167,32 @@ def test_steps_with_prompts_are_compiled_where_they_are_planned_ahead() -> None:
     assert decoding.num_runs == MIN_USES + 2
 
 
-def test_no_step_traces_more_than_one_span(monkeypatch: pytest.MonkeyPatch) -> None:
-    decoding, compiled = Decoding(), list[int]()
+@pytest.mark.parametrize(
+    ("chunks", "num_compiled"),
+    [
+        ([(3, 1), (0, 5)], [0, 0, 0, 0, 1, 1, 1, 1, 0, 0]),
+        ([(0, 5)], [0, 0, 0, 0, 4, 0, 0, 0, 0, 0]),
+    ],
+)
+def test_streams_wait_for_one_trace_at_a_time(
+    chunks: list[tuple[int, int]], num_compiled: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoding, counts = Decoding(), list[int]()
     decoding.compiled._spans.parts = tuple(range(each, each + 1) for each in range(4))
     compile_one = mx.compile
 
     def count(function: Any) -> Any:
-        compiled[-1] += 1
+        counts[-1] += 1
         return compile_one(function)
 
     monkeypatch.setattr(mx, "compile", count)
-    host = make_batch([(0, 5)], block_size=4, num_blocks=64, rng=np.random.default_rng(0))
-    for _ in range(MIN_USES + 5):
-        compiled.append(0)
+    host = make_batch(chunks, block_size=4, num_blocks=64, rng=np.random.default_rng(0))
+    for _ in num_compiled:
+        counts.append(0)
         decoding.backend.next_plans = Plans([np.array([1], np.int32)])
         logits = decoding.compiled(PagedBatch(host))
-        assert (logits is None) == (len(compiled) < MIN_USES)
-    assert compiled == [0] * (MIN_USES - 1) + [1] * 4 + [0] * 2
+        assert (logits is None) == (len(counts) < MIN_USES)
+    assert counts == num_compiled
 
 
 def test_a_device_begins_with_prompts_before_their_step_is_whole(
