@@ -24,7 +24,7 @@ import numpy as np
 
 from scripts.compare.processes import SYSTEMS, Running, inspect
 from scripts.compare.traces import Job, tokens
-from scripts.report import note, save
+from scripts.report import add_json_option, note, save
 
 CASES = {"even": ((128,) * 16, 64), "uneven": ((1_500, *(60,) * 7), 32)}
 """Lengths of the prompts, and how many tokens each generates."""
@@ -35,7 +35,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     add = parser.add_argument
     add("--model", default="smollm2", help="as pagedmlx takes it")
-    add("--json", metavar="FILE", help="report; - is stdout")
+    add_json_option(parser, required=False)
     add("--pairs", type=int, default=5, help="turns of each system in the case even")
     add("--uneven-pairs", type=int, default=1, help="the same in uneven, where mlx-lm is slow")
     add("--cases", default="even,uneven")

@@ -31,7 +31,7 @@ from pagedmlx.chat.options import ChatOptions
 from pagedmlx.chat.session import ASSISTANT, USER
 from pagedmlx.config import EngineConfig
 from pagedmlx.core.sampling_params import SamplingParams
-from scripts.report import save
+from scripts.report import add_json_option, save
 
 QUESTIONS = ("Why is the sky blue?", "How does a page table work?")
 NUM_FRAME_TOKENS = 2000
@@ -41,7 +41,7 @@ SIZE = (120, 40)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="What the chat costs.")
-    parser.add_argument("--json", required=True, help="file of the report; - is standard output")
+    add_json_option(parser)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--tokens", type=int, default=96, help="tokens of each answer")

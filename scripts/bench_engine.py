@@ -35,7 +35,7 @@ from pagedmlx.engine.outputs import Job
 from pagedmlx.models.loader import LoadedModel
 from pagedmlx.ops.cascade import CascadePath
 from pagedmlx.ops.kernels import KernelBackend
-from scripts.report import note, numbers, save, save_so_far
+from scripts.report import add_json_option, note, numbers, save, save_so_far
 from scripts.shapes import load, make_engine
 
 NUM_ROUNDS = 9
@@ -283,7 +283,7 @@ def main() -> int:
     """Run the script."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", default="8b", help="8b, 8b-4bit, mini, or as pagedmlx takes it")
-    parser.add_argument("--json", required=True, metavar="FILE", help="report; - is stdout")
+    add_json_option(parser)
     parser.add_argument("--only", default="gap,warm,candidates,cascade", help="sections")
     parser.add_argument("--bounds", default="30,60,120,250", metavar="MS,MS", help="of gap")
     parser.add_argument("--scale", type=float, default=1.0, help="of all lengths; for tests")

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from statistics import median
 
-from report import save
+from report import add_json_option, save
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -28,7 +28,7 @@ def help_s() -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=10)
-    parser.add_argument("--json", metavar="FILE")
+    add_json_option(parser, required=False)
     options = parser.parse_args()
     seconds = [help_s() for _ in range(options.runs)]
     print(f"pagedmlx --help: median of {options.runs}: {median(seconds):.3f} s", file=sys.stderr)

@@ -32,7 +32,7 @@ from pagedmlx.ops.most_likely import MostLikely
 from pagedmlx.ops.variants import DecodePath
 from pagedmlx.sampling.greedy import most_likely
 from scripts.kernel_layers import CHAIN, ROUNDS, STEPS, Layers, Shape, best, measure_ceiling, normal
-from scripts.report import note, save, save_so_far
+from scripts.report import add_json_option, note, save, save_so_far
 from scripts.trace import trace
 
 MAIN = (
@@ -67,7 +67,7 @@ NUM_LOGITS = 128256
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Measure the kernels.")
-    parser.add_argument("--json", required=True, metavar="FILE", help="result file; - is stdout")
+    add_json_option(parser)
     parser.add_argument("--only", default="", help="sections by name, with commas between")
     parser.add_argument("--peak", action="store_true", help="look for pool-sized allocations only")
     options = parser.parse_args()

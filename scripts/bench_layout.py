@@ -6,15 +6,14 @@ python scripts/bench_layout.py --json FILE    (- is stdout)
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from statistics import geometric_mean, median
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from pagedmlx.models.blas import load_fast_blas
 
@@ -29,6 +28,7 @@ from pagedmlx.kv.layout import AxisOrder, KVLayout, LayerShape
 from pagedmlx.kv.store import KVStore
 from pagedmlx.ops.base import AttentionParams, PagedBatch
 from pagedmlx.ops.gather import GatherBackend
+from scripts.report import add_json_option, save
 
 BLOCK_SIZE = 16
 
@@ -62,7 +62,7 @@ CASES = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compare the axis orders of the pool.")
-    parser.add_argument("--json", required=True, metavar="FILE", help="result file; - is stdout")
+    add_json_option(parser)
     parser.add_argument("--rounds", type=int, default=15, help="timings of each operation")
     parser.add_argument("--dtype", default="float32", help="type of the pool's elements")
     options = parser.parse_args()
@@ -77,14 +77,8 @@ def main() -> None:
     result = {
         "block_size": BLOCK_SIZE,
         "dtype": options.dtype,
-        "machine": {
-            "system": platform.platform(),
-            "processor": platform.machine(),
-            "device": str(mx.default_device()),
-            "blas": BLAS,
-        },
-        "versions": {name: version(name) for name in ("mlx", "numpy")}
-        | {"python": platform.python_version()},
+        "device": str(mx.default_device()),
+        "blas": BLAS,
         "ratio": "time of slot-major over time of head-major; above 1, head-major is faster",
         "mean_ratio": {
             name: round(geometric_mean(row["ratio"][name] for row in rows), 3)
@@ -93,11 +87,7 @@ def main() -> None:
         "cases": rows,
     }
     print(f"mean: {result['mean_ratio']}", file=sys.stderr)
-    text = json.dumps(result, indent=2) + "\n"
-    if options.json == "-":
-        sys.stdout.write(text)
-    else:
-        Path(options.json).write_text(text, encoding="utf-8")
+    save(result, options.json)
 
 
 def measure(heads: Heads, case: Case, dtype: str, rounds: int) -> dict:

@@ -25,7 +25,7 @@ import numpy as np
 
 from scripts.compare.processes import RealRunError, Running, inspect
 from scripts.compare.traces import Job, Maker, tokens
-from scripts.report import note, save, save_so_far
+from scripts.report import add_json_option, note, save, save_so_far
 from scripts.shapes import SHAPES
 
 CASES: dict[str, tuple[tuple[int, ...], int]] = {
@@ -47,7 +47,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     add = parser.add_argument
     add("--model", default="8b", help="8b, 8b-4bit, mini, or as pagedmlx takes it")
-    add("--json", required=True, metavar="FILE", help="report, written after each case")
+    add_json_option(parser, help="report, written after each case")
     add("--cases", default=",".join((*CASES, CHAT)))
     add("--rows", type=int, metavar="N", help="most tokens that a step of pagedmlx computes")
     add(

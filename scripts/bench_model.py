@@ -42,7 +42,7 @@ from pagedmlx.ops.base import PagedBatch
 from pagedmlx.ops.cascade import CascadePath
 from pagedmlx.ops.kernels import KernelBackend
 from scripts.kernel_layers import measure_ceiling
-from scripts.report import note, numbers, save, save_so_far
+from scripts.report import add_json_option, note, numbers, save, save_so_far
 from scripts.shapes import load, make_engine
 from scripts.trace import trace
 
@@ -344,7 +344,7 @@ def main() -> int:
     """Run the script."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", default="8b", help="8b, 8b-4bit, mini, or as pagedmlx takes it")
-    parser.add_argument("--json", required=True, metavar="FILE", help="report; - is stdout")
+    add_json_option(parser)
     parser.add_argument("--only", default="logits,cascade,stream,batch", help="sections")
     parser.add_argument(
         "--contexts",

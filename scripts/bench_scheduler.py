@@ -32,7 +32,7 @@ from pagedmlx.core.request import Request
 from pagedmlx.core.sampling_params import SamplingParams
 from pagedmlx.core.scheduler import Scheduler
 from pagedmlx.core.step import Step, StepResult
-from scripts.report import save
+from scripts.report import add_json_option, save
 
 BLOCK_SIZE = 16
 PROMPT = 24
@@ -258,7 +258,7 @@ def parse() -> argparse.Namespace:
     def numbers(text: str) -> list[int]:
         return [int(number) for number in text.split(",")]
 
-    add("--json", metavar="FILE", help="report; - is stdout")
+    add_json_option(parser, required=False)
     add("--sequences", type=numbers, default=SEQUENCES, metavar="N,N", help="how many run")
     add("--pools", type=numbers, default=POOLS, metavar="N,N", help="blocks of the pool")
     add("--steps", type=int, default=16, help="steps of a run, default 16: each fills a block once")

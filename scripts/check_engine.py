@@ -39,7 +39,7 @@ from pagedmlx.ops.launch import gpu_platform
 from pagedmlx.sampling.logprobs import read_scores, score_tokens
 from pagedmlx.sampling.processors import LogitProcessors
 from pagedmlx.sampling.sampler import Sampler, SampleRow
-from scripts.report import save
+from scripts.report import add_json_option, save
 from tests.support.attention import TOLERANCES, make_case
 from tests.support.sampling import changed_logits, log_softmax, make_sequence, most_likely
 
@@ -62,7 +62,7 @@ NUM_TOKENS = 16
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Check MLX's operations and the engine.")
-    parser.add_argument("--json", required=True, metavar="FILE", help="result file; - is stdout")
+    add_json_option(parser)
     parser.add_argument("--only", default="", help="sections by name, with commas between")
     parser.add_argument("--model", default="smollm2", help="model for the comparison with mlx-lm")
     options = parser.parse_args()

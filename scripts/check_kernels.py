@@ -31,7 +31,7 @@ from pagedmlx.ops.launch import Launcher, MLXLauncher, gpu_platform
 from pagedmlx.ops.most_likely import MostLikely
 from pagedmlx.sampling.greedy import most_likely, num_different
 from scripts.kernel_layers import find_platform
-from scripts.report import note, save, save_so_far
+from scripts.report import add_json_option, note, save, save_so_far
 from scripts.token_chains import check_token, largest
 from tests.metal.cascades import SETTINGS
 from tests.metal.cases import covering_variants, every_variant
@@ -47,7 +47,7 @@ BORDERS = (1, 15, 16, 17, 255, 256, 257, 1023, 1024, 1025, 4095, 4096, 4097, 163
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Check the kernels against float64.")
-    parser.add_argument("--json", required=True, metavar="FILE", help="result file; - is stdout")
+    add_json_option(parser)
     parser.add_argument("--full", action="store_true", help="every variant, not a covering set")
     parser.add_argument("--only", default="", help="sections by name, with commas between")
     parser.add_argument("--jobs", type=int, default=4, help="processes that compile and run")

@@ -32,7 +32,7 @@ import jsonschema
 from pagedmlx import LLM, RequestOutput, SamplingParams
 from pagedmlx.core.structured import StructuredOutputs
 from pagedmlx.engine.outputs import Job
-from scripts.report import save
+from scripts.report import add_json_option, save
 
 
 def _object(properties: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,7 +134,7 @@ PLAIN = (
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", required=True, metavar="FILE", help="result file; - is stdout")
+    add_json_option(parser)
     parser.add_argument("--model", default="smollm2", help="name or folder")
     parser.add_argument("--answers", type=int, default=200, help="how many follow a schema")
     parser.add_argument("--plain", type=int, default=24, help="how many follow none")

@@ -39,7 +39,7 @@ from scripts.compare.traces import (
     own_trace,
     read_jobs,
 )
-from scripts.report import save
+from scripts.report import add_json_option, save
 
 TINY = "tiny:"
 OWN = "own"
@@ -82,7 +82,7 @@ def parse() -> argparse.Namespace:
     known = ",".join(WORKLOADS)
     add = parser.add_argument
     add("--model", default="smollm2", help="name, folder, GGUF file, tiny:TYPE, or none")
-    add("--json", metavar="FILE", help="report; - is stdout")
+    add_json_option(parser, required=False)
     add("--markdown", type=Path, metavar="FILE", help="the tables")
     add("--charts", type=Path, metavar="FOLDER", help="PNG pictures")
     add("--workloads", default=known, help=f"of the traces, default all: {known}")

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from pagedmlx.config import EngineConfig
 from pagedmlx.engine.load import load_engine
 from scripts.fuzz_requests import BODY_S, HEADER_S, MAX_BODY, Attack, Maker
-from scripts.report import save
+from scripts.report import add_json_option, save
 from scripts.serving import read_body, read_head
 from tests.support.embedding_model import save_embedding_folder
 from tests.support.server import RunningServer, serving
@@ -144,7 +144,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--requests", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", default="-", metavar="FILE")
+    add_json_option(parser, default="-")
     options = parser.parse_args()
     found = Findings()
     logging.getLogger("pagedmlx").addHandler(FaultLog(found))

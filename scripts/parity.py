@@ -36,7 +36,7 @@ from pagedmlx.hub import resolve
 from pagedmlx.models.loader import load_model
 from pagedmlx.text.gguf_tokenizer import tokenizer_from_gguf
 from pagedmlx.text.tokenizer import Tokenizer, load_tokenizer
-from scripts.report import save
+from scripts.report import add_json_option, save
 
 NUM_TOKENS = 48
 NUM_FORKS = 3
@@ -207,7 +207,7 @@ def main() -> int:
     """Run the script."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", default="smollm2", help="name, folder, GGUF file or tiny:TYPE")
-    parser.add_argument("--json", default="-", metavar="FILE", help="report; - is stdout")
+    add_json_option(parser, default="-")
     parser.add_argument(
         "--families", action="store_true", help="tiny random models of eight families instead"
     )

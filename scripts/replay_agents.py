@@ -37,7 +37,7 @@ from pagedmlx.core.step import Step, StepResult
 from pagedmlx.engine.engine import Engine
 from pagedmlx.engine.load import load_engine
 from scripts.agent_shapes import SYSTEM, TOOLS, TURNS, Turn
-from scripts.report import save
+from scripts.report import add_json_option, save
 from tests.support.agent_model import THINKING_TEMPLATE, save_agent_folder
 from tests.support.server import serving
 
@@ -400,7 +400,7 @@ def main() -> None:
         "--model", default="tiny", help="tiny, thinking, or what pagedmlx serve takes"
     )
     parser.add_argument("--turns", type=int, default=len(TURNS), help="stop after this many")
-    parser.add_argument("--json", default="-", metavar="FILE")
+    add_json_option(parser, default="-")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model: str = options.model

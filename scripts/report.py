@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,28 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from pagedmlx.bench.surroundings import surroundings
+from pagedmlx.cli.results import check_writable, write_whole
+from pagedmlx.errors import PagedMLXError
+
+
+def add_json_option(parser: argparse.ArgumentParser, **settings: Any) -> None:
+    """Let ``--json`` name where the report goes; refused at once where it can't be written.
+
+    Args:
+        parser: Gets the option, which is required if it has no default.
+        settings: As for ``add_argument``, to have it otherwise.
+    """
+    settings = {"required": "default" not in settings, "help": "report; - is stdout"} | settings
+    parser.add_argument("--json", metavar="FILE", type=_target, **settings)
+
+
+def _target(text: str) -> str:
+    try:
+        if text != "-":
+            check_writable(Path(text))
+    except PagedMLXError as error:
+        raise argparse.ArgumentTypeError(f"{error}: {error.hint}") from error
+    return text
 
 
 def save(report: dict[str, Any], target: str) -> None:
@@ -24,16 +46,8 @@ def save(report: dict[str, Any], target: str) -> None:
     text = json.dumps(surroundings() | report, indent=2, ensure_ascii=False) + "\n"
     if target == "-":
         sys.stdout.write(text)
-        return
-    path = Path(target)
-    if path.exists() and not path.is_file():
-        path.write_text(text, encoding="utf-8")  # a pipe or a device must stay what it is
-        return
-    with tempfile.NamedTemporaryFile(
-        "w", dir=path.parent, prefix=f".{path.name}.", delete=False, encoding="utf-8"
-    ) as file:
-        file.write(text)
-    Path(file.name).replace(path)
+    else:
+        write_whole(Path(target), text)
 
 
 def save_so_far(report: dict[str, Any], target: str) -> None:

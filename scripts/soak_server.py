@@ -30,7 +30,7 @@ load_fast_blas()  # counts only before MLX is imported
 
 from pagedmlx import LLM, SamplingParams
 from pagedmlx.engine.outputs import CompletionOutput
-from scripts.report import save
+from scripts.report import add_json_option, save
 from scripts.serving import (
     ServerProcess,
     percentiles,
@@ -301,7 +301,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--cases", type=int, default=NUM_CASES, help="requests in the mix")
-    parser.add_argument("--json", default="-", metavar="FILE")
+    add_json_option(parser, default="-")
     options = parser.parse_args()
     seconds = options.minutes * 60
     found = Findings()

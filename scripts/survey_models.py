@@ -35,7 +35,7 @@ from pagedmlx.models.loader import LoadedModel
 from pagedmlx.models.parts import RowLayout
 from pagedmlx.models.probe import probe_model
 from pagedmlx.ops import make_backend
-from scripts.report import save
+from scripts.report import add_json_option, save
 from tests.support.greedy import expected_tokens, make_prompts, run_every_way
 from tests.support.model_zoo import VOCAB_SIZE, model_types, zoo_config
 from tests.support.paged_run import PagedRun
@@ -216,7 +216,7 @@ def note(line: str) -> None:
 def main() -> int:
     """Run the script."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--json", default="-", metavar="FILE", help="report; - is stdout")
+    add_json_option(parser, default="-")
     parser.add_argument("--only", metavar="TYPES", help="these only; docs/models.md stays")
     parser.add_argument("--jobs", type=int, default=2, help="processes at once")
     parser.add_argument("--one", metavar="TYPE", help=argparse.SUPPRESS)

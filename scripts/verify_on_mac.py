@@ -25,7 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from scripts.report import save
+from scripts.report import add_json_option, save
 
 NEEDS_GPU = "needs a GPU"
 SURROUNDINGS = ("time", "machine", "versions", "folders")
@@ -102,7 +102,7 @@ def parts(model: str) -> list[Part]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", default="-", metavar="FILE", help="where the report goes")
+    add_json_option(parser, default="-")
     parser.add_argument("--model", default="smollm2", help="model to generate with")
     parser.add_argument("--only", default="", help="parts by name, with commas between")
     parser.add_argument("--minutes", type=float, default=45, help="most minutes that all may take")
