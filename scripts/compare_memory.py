@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from scripts.compare.traces import (
     own_trace,
     read_jobs,
 )
-from scripts.report import add_json_option, save
+from scripts.report import add_json_option, save, writable, write
 
 TINY = "tiny:"
 OWN = "own"
@@ -62,13 +63,10 @@ def main() -> int:
     if options.json:
         save(report, options.json)
     if options.markdown:
-        options.markdown.write_text(tables.markdown(report), encoding="utf-8")
+        write(tables.markdown(report), options.markdown)
     if options.charts:
-        try:
-            from scripts.compare.draw import draw
-        except ImportError:
-            console.print("error: charts need matplotlib: pip install '.[bench]'", style="red")
-            return 1
+        from scripts.compare.draw import draw
+
         for path in draw(report, options.charts):
             console.print(f"wrote {path}", markup=False, highlight=False)
     for problem in (problems := unequal(report)):
@@ -83,7 +81,7 @@ def parse() -> argparse.Namespace:
     add = parser.add_argument
     add("--model", default="smollm2", help="name, folder, GGUF file, tiny:TYPE, or none")
     add_json_option(parser, required=False)
-    add("--markdown", type=Path, metavar="FILE", help="the tables")
+    add("--markdown", type=writable, metavar="FILE", help="the tables; - is stdout")
     add("--charts", type=Path, metavar="FOLDER", help="PNG pictures")
     add("--workloads", default=known, help=f"of the traces, default all: {known}")
     add(
@@ -104,6 +102,10 @@ def parse() -> argparse.Namespace:
         if wrong := set(names) - {*WORKLOADS, *((OWN,) if options.requests_file else ())}:
             parser.error(f"--{field}: no workload {', '.join(sorted(wrong))}; there are {known}")
         setattr(options, field, names)
+    if options.charts and find_spec("matplotlib") is None:
+        parser.error("--charts: needs matplotlib: pip install '.[bench]'")
+    if options.charts and options.charts.exists() and not options.charts.is_dir():
+        parser.error(f"--charts: {options.charts} is not a folder")
     if options.requests_file and OWN not in options.workloads:
         options.workloads.append(OWN)
     counts = (options.real_requests, 1 if options.requests is None else options.requests)

@@ -24,10 +24,11 @@ def add_json_option(parser: argparse.ArgumentParser, **settings: Any) -> None:
         settings: As for ``add_argument``, to have it otherwise.
     """
     settings = {"required": "default" not in settings, "help": "report; - is stdout"} | settings
-    parser.add_argument("--json", metavar="FILE", type=_target, **settings)
+    parser.add_argument("--json", metavar="FILE", type=writable, **settings)
 
 
-def _target(text: str) -> str:
+def writable(text: str) -> str:
+    """An option's file, or ``-``; for ``add_argument``, which tells what is wrong with it."""
     try:
         if text != "-":
             check_writable(Path(text))
@@ -43,7 +44,11 @@ def save(report: dict[str, Any], target: str) -> None:
         report: What the script found; machine and versions are added.
         target: A file, or ``-`` for standard output.
     """
-    text = json.dumps(surroundings() | report, indent=2, ensure_ascii=False) + "\n"
+    write(json.dumps(surroundings() | report, indent=2, ensure_ascii=False) + "\n", target)
+
+
+def write(text: str, target: str) -> None:
+    """Write a file, whole or not at all; ``-`` is standard output."""
     if target == "-":
         sys.stdout.write(text)
     else:

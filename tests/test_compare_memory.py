@@ -391,6 +391,8 @@ def test_a_process_that_dies_is_told_with_its_last_words(tmp_path: Path):
     ("arguments", "words"),
     [
         (["--workloads", "chatt"], "no workload chatt"),
+        (["--markdown", "missing/tables.md"], "missing is not a folder"),
+        (["--charts", __file__], "is not a folder"),
         (["--kv-memory", "much"], "no size"),
         (["--rate", "-1"], "--rate"),
         (["--requests", "0"], "at least 1"),
