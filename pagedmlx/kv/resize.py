@@ -13,33 +13,49 @@ import mlx.core as mx
 _LOCK = threading.Lock()
 
 
-def set_length(arrays: list[mx.array], length: int, fill: float, spare_bytes: int) -> None:
+def set_length(
+    arrays: list[mx.array], length: int, fill: float, *, most_bytes: int, spare_bytes: int
+) -> None:
     """Put copies of another length in the place of arrays, and free the old ones.
 
     To wait for each array by itself takes longer than to copy it, so as many are copied together
-    as the spare memory allows.
+    as memory allows; where there is less of it than was said, one by one.
 
     Args:
         arrays: Of any shapes; nothing else may hold them, or they stay in memory.
         length: Of their first axis.
         fill: Value of what is new.
-        spare_bytes: Most bytes to take meanwhile above what the arrays take before or after. One
-            array is copied even if that takes more.
+        most_bytes: What all of them may take meanwhile, short and long ones together.
+        spare_bytes: What they may take in any case above the longer of both lengths. One array is
+            copied even if that takes more.
 
     Raises:
         RuntimeError: The device has no memory for it. Some arrays may have their new length; all
             keep what was in them.
     """
+    longer = sum(_bytes_at(each, max(each.shape[0], length)) for each in arrays)
+    spare_bytes = max(most_bytes - longer, spare_bytes)
     with _freed_at_once():
         first = 0
         while first < len(arrays):
             end = first + _num_within(spare_bytes, arrays[first:], length)
-            changed = [with_length(array, length, fill) for array in arrays[first:end]]
-            mx.eval(changed)
-            mx.synchronize()
-            arrays[first:end] = changed
-            del changed
+            try:
+                arrays[first:end] = _copies(arrays[first:end], length, fill)
+            except RuntimeError:
+                if end == first + 1:
+                    raise
+                spare_bytes = 0
+                continue
             first = end
+
+
+def _copies(arrays: list[mx.array], length: int, fill: float) -> list[mx.array]:
+    changed = [with_length(array, length, fill) for array in arrays]
+    try:
+        mx.eval(changed)
+    finally:
+        mx.synchronize()
+    return changed
 
 
 def with_length(array: mx.array, length: int, fill: float) -> mx.array:
@@ -64,8 +80,12 @@ def with_length(array: mx.array, length: int, fill: float) -> mx.array:
 
 def _num_within(spare_bytes: int, arrays: list[mx.array], length: int) -> int:
     """How many of the first arrays may be there twice, long and short; at least one."""
-    shorter = (each.nbytes // each.shape[0] * min(each.shape[0], length) for each in arrays)
+    shorter = (_bytes_at(each, min(each.shape[0], length)) for each in arrays)
     return max(1, sum(total <= spare_bytes for total in accumulate(shorter)))
+
+
+def _bytes_at(array: mx.array, length: int) -> int:
+    return array.nbytes // array.shape[0] * length
 
 
 @contextmanager

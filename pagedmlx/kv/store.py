@@ -75,7 +75,12 @@ class KVStore:
         self._max_blocks = max_blocks
         self._slab_blocks = slab_blocks or max(max_blocks)
         self._fill = fill
+        self._max_bytes = sum(
+            count * layout.block_bytes(group) for group, count in enumerate(max_blocks)
+        )
         self.num_blocks = [self._in_slabs(group, 1) for group in range(len(max_blocks))]
+        # Of each group's arrays; longer than ``num_blocks`` says where resizing some failed.
+        self._longest = [*self.num_blocks]
         self.dtype: mx.Dtype = getattr(mx, layout.dtype)
         self._writer = writer or FunctionalWriter()
         # Looked up once: to ask a protocol takes longer than to launch a kernel.
@@ -126,7 +131,8 @@ class KVStore:
 
     def fits(self, group: int, num_blocks: int) -> bool:
         """Whether ``fit`` would change nothing."""
-        return self._in_slabs(group, num_blocks) == self.num_blocks[group]
+        count = self._in_slabs(group, num_blocks)
+        return self.num_blocks[group] == self._longest[group] == count
 
     def fit(self, group: int, num_blocks: int) -> None:
         """Make the arrays of a group so long that they hold this many blocks, and not longer.
@@ -137,38 +143,33 @@ class KVStore:
 
         Raises:
             RuntimeError: The device has no memory for it. What was in the pool is still there, and
-                another call may go on.
+                another call may go on, or undo what was done.
         """
         count = self._in_slabs(group, num_blocks)
         self.commit()
-        longest = max(count, self.num_blocks[group])
-        self.num_blocks[group] = min(count, self.num_blocks[group])
-        self._resize(group, count, self._spare_bytes(group, longest))
-        self.num_blocks[group] = count
+        self._resize(group, count)
 
     def _in_slabs(self, group: int, num_blocks: int) -> int:
         slabs = max(1, -(-num_blocks // self._slab_blocks))
         return min(slabs * self._slab_blocks, self._max_blocks[group])
 
-    def _spare_bytes(self, group: int, num_blocks: int) -> int:
-        """What resizing may take for itself while a group has so many blocks."""
-        counts = [*self.num_blocks]
-        counts[group] = num_blocks
-        still_free = sum(
-            (most - count) * self.layout.block_bytes(each)
-            for each, (most, count) in enumerate(zip(self._max_blocks, counts, strict=True))
-        )
-        slab_bytes = self._slab_blocks * self.layout.block_bytes(group)
-        return max(still_free, min(slab_bytes, RESIZE_BYTES))
-
-    def _resize(self, group: int, num_blocks: int, spare_bytes: int) -> None:
+    def _resize(self, group: int, num_blocks: int) -> None:
         layers = self.layout.groups[group].layers
         pools = [self._pools.pop(layer) for layer in layers]
         arrays = [array for pool in pools for array in (pool.keys, pool.values)]
         del pools
+        slab_bytes = self._slab_blocks * self.layout.block_bytes(group)
         try:
-            set_length(arrays, num_blocks, self._fill, spare_bytes)
+            set_length(
+                arrays,
+                num_blocks,
+                self._fill,
+                most_bytes=self._max_bytes - self.num_bytes,  # of the other groups
+                spare_bytes=min(slab_bytes, RESIZE_BYTES),
+            )
         finally:
+            lengths = {each.shape[0] for each in arrays} or {num_blocks}
+            self.num_blocks[group], self._longest[group] = min(lengths), max(lengths)
             for layer, keys, values in zip(layers, arrays[::2], arrays[1::2], strict=True):
                 pool = LayerPool(keys, values, self.layout.order)
                 self._pools[layer] = self._writer.adopt(pool)

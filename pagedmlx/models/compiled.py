@@ -29,7 +29,7 @@ MIN_USES = 5
 """A shape is compiled when it comes this often: a trace costs what so many steps save by it."""
 
 Graph = Callable[[mx.array, mx.array, mx.array, mx.array], tuple[mx.array, mx.array]]
-"""Some layers of a step, as ``CompiledSteps._span`` says."""
+"""Some layers of a step, as ``CompiledSteps._function`` says."""
 
 
 class Plans(Protocol):
@@ -64,7 +64,7 @@ class PlansAhead(Protocol):
 
 
 @dataclass(slots=True)
-class _Spans:
+class _Graphs:
     """The steps of one shape, span by span.
 
     Attributes:
@@ -88,7 +88,7 @@ class CompiledSteps:
 
     Steps with prompts are several graphs, one for each span of layers: they come to a device that
     may be idle, and it begins with the first while MLX goes through the next. Beside streams, which
-    wait meanwhile, one span is traced in each step: all of them take a third as long as a step.
+    wait meanwhile, a step traces one span: to trace all takes a third as long as the step itself.
 
     Args:
         run: The model over a batch: writes K and V and returns logits.
@@ -111,7 +111,7 @@ class CompiledSteps:
         self._store = store
         self._spans = spans
         self._hand_over = hand_over
-        self._graphs: OrderedDict[tuple[object, ...], _Spans] = OrderedDict()
+        self._graphs: OrderedDict[tuple[object, ...], _Graphs] = OrderedDict()
         self._uses: OrderedDict[tuple[object, ...], int] = OrderedDict()
 
     def __call__(self, batch: PagedBatch) -> mx.array | None:
@@ -150,27 +150,25 @@ class CompiledSteps:
     def _graphs_of(
         self, shape: tuple[object, ...], batch: PagedBatch, plans: Plans
     ) -> list[Graph] | None:
-        spans = (self._spans.whole,) if batch.host.only_decodes else self._spans.parts
-        num_at_once = 1 if batch.host.num_decodes else len(spans)
         found = self._graphs.get(shape)
-        if found is not None:
-            self._graphs.move_to_end(shape)
-            found.compile(num_at_once)
-            return found.graphs
-        uses = self._uses.pop(shape, 0) + 1
-        if uses < MIN_USES:
-            self._uses[shape] = uses
-            if len(self._uses) > MAX_GRAPHS:
-                self._uses.popitem(last=False)
-            return None
-        made = self._graphs[shape] = _Spans([self._span(batch, plans, each) for each in spans])
+        if found is None:
+            uses = self._uses.pop(shape, 0) + 1
+            if uses < MIN_USES:
+                self._uses[shape] = uses
+                if len(self._uses) > MAX_GRAPHS:
+                    self._uses.popitem(last=False)
+                return None
+            spans = (self._spans.whole,) if batch.host.only_decodes else self._spans.parts
+            found = _Graphs([self._function(batch, plans, span) for span in spans])
+        self._graphs[shape] = found
+        self._graphs.move_to_end(shape)
         if len(self._graphs) > MAX_GRAPHS:
             self._graphs.popitem(last=False)
-        made.compile(num_at_once)
-        return made.graphs
+        found.compile(1 if batch.host.num_decodes else len(found.graphs))
+        return found.graphs
 
-    def _span(self, like: PagedBatch, plans: Plans, span: range) -> Graph:
-        """The function to compile: some layers of a step of ``like``'s shape.
+    def _function(self, like: PagedBatch, plans: Plans, span: range) -> Graph:
+        """Some layers of a step of ``like``'s shape, to be compiled or called as it is.
 
         It takes the step's token ids, the other metadata, what the layers before have come to, if
         there are any, and the newest token of the pool. It gives what these layers come to, or

@@ -48,7 +48,7 @@ class PagedBatch:
     Attributes:
         host: The same step on the host, for lengths and other control flow.
         num_padding: P - T.
-        is_traced: Whether its arrays only stand for others, so that nothing can be computed yet.
+        is_traced: Whether it is for a graph: its arrays may stand for others, with nothing in them.
     """
 
     host: BatchArrays

@@ -204,13 +204,13 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     For each step the number of steps that its graph had served before.
     """
-    span_of = CompiledSteps._span
+    function_of = CompiledSteps._function
     replayed: list[int] = []
 
     def keep_pools(
         self: CompiledSteps, like: PagedBatch, plans: Plans, span: range
     ) -> Callable[..., Any]:
-        step, store, times = span_of(self, like, plans, span), self._store, itertools.count()
+        step, store, times = function_of(self, like, plans, span), self._store, itertools.count()
         pools = dict(store._pools)
 
         def replay(*arrays: mx.array) -> Any:
@@ -224,7 +224,7 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
         return replay
 
-    monkeypatch.setattr(CompiledSteps, "_span", keep_pools)
+    monkeypatch.setattr(CompiledSteps, "_function", keep_pools)
     monkeypatch.setattr(compiled, "MIN_USES", 1)
     monkeypatch.setattr(layer_spans, "FIRST_SPAN", 1)  # of two layers
     monkeypatch.setattr(mx, "compile", lambda function: function)
