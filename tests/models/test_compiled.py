@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from pagedmlx.core.batch import PooledRows
+from pagedmlx.models import compiled
 from pagedmlx.models.compiled import MAX_GRAPHS, MIN_USES, CompiledSteps
 from pagedmlx.models.hand_over import HandOver
 from pagedmlx.models.layer_spans import LayerSpans
@@ -147,6 +148,25 @@ def test_shapes_that_come_and_go_are_not_traced_and_graphs_are_bounded() -> None
         for _ in range(MIN_USES):
             decoding.step([3], list(range(count)))
     assert len(decoding.compiled._graphs) == MAX_GRAPHS
+
+
+def test_the_graph_that_was_not_used_for_longest_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compiled, "MAX_GRAPHS", 2)
+    decoding = Decoding()
+
+    def num_runs(count: int, times: int = 1) -> int:
+        before = decoding.num_runs
+        for _ in range(times):
+            decoding.step([5] * count, [1])
+        return decoding.num_runs - before
+
+    for count in (1, 2):
+        assert num_runs(count, MIN_USES) == MIN_USES
+    assert num_runs(1) == 0
+    assert num_runs(3, MIN_USES) == MIN_USES
+    assert [num_runs(count) for count in (1, 3, 2)] == [0, 0, 1]
 
 
 def test_steps_with_prompts_are_compiled_where_they_are_planned_ahead() -> None:
