@@ -42,6 +42,9 @@ def test_a_report_that_cannot_be_written_is_refused_before_anything_is_measured(
     error = capsys.readouterr().err
     assert "--json" in error
     assert f"{tmp_path / 'missing'} is not a folder" in error
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--json", str(tmp_path)])
+    assert f"{tmp_path} is a folder: name a file" in capsys.readouterr().err
     if settings:
         assert parser.parse_args([]).json == settings.get("default")
     else:

@@ -176,8 +176,10 @@ def check_writable(path: Path) -> None:
     """Refuse a file that can't be written, before any work is done for it.
 
     Raises:
-        PagedMLXError: Its folder is not there, or the system wouldn't let us.
+        PagedMLXError: It is a folder, or its folder is not there, or the system wouldn't let us.
     """
+    if path.is_dir():
+        raise PagedMLXError(f"{path} is a folder", hint="name a file")
     if not path.parent.is_dir():
         raise PagedMLXError(f"{path.parent} is not a folder", hint="make it first")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
